@@ -1,0 +1,125 @@
+// Delayed scaling: one ScaleSlot per FP8 tensor, and the only place where a scale is ever decided.
+//
+// A slot's life in one optimizer step:
+//   write    kernels quantise q = sat(x * scale), raise `amax` to max |x| (before scaling), and write descale = 1/scale
+//            with the bytes. While the slot warms up, the producing op first runs once only to measure: `jit_amax`.
+//   step     once, after the last micro-step and after `amax` was max-reduced over the ranks (scale_slot_step):
+//              amax == 0       nothing was seen: keep the scale, do not roll the ring
+//              amax finite     into the ring; scale = fp8_max * 2^-margin / (headroom * a), a = max or newest of the ring
+//              amax Inf, NaN   not into the ring; keep the scale; back to warm-up
+// Formula: Transformer Engine's delayed scaling recipe. Cadence (once per optimizer step) and just-in-time warm-up with
+// self-healing: FP8-LM (Peng et al. 2023, section 2.1) as implemented in MS-AMP.
+// `scale` multiplies into FP8, `descale` multiplies out of it. Every function runs unchanged on host and device.
+#ifndef SCALING_H
+#define SCALING_H
+
+#include "fp8.h"
+
+#define AMAX_HISTORY_MAX 1024 // longest ring (--amax-history)
+#define AMAX_WARMUP 16        // a slot trusts its stored scale after this many finite amaxes in a row
+
+typedef enum { AMAX_MAX = 0, AMAX_MOST_RECENT = 1 } AmaxAlgo;
+
+// How scales follow amaxes; the same for every slot of a run.
+typedef struct {
+    int history;    // ring length, 1..AMAX_HISTORY_MAX
+    AmaxAlgo algo;  // which entry of the ring sets the scale
+    int margin;     // binades left unused below the format's maximum
+    float headroom; // growth between two steps that must not saturate; 1 = none
+} ScaleRecipe;
+
+typedef enum {
+    SLOT_DELAYED = 0,      // activations and gradients: scale from the ring; just in time while warming up
+    SLOT_JUST_IN_TIME = 1, // --recipe current: always measured first
+    SLOT_WEIGHT = 2        // weights: quantised right after the step that measured them, so never delayed
+} SlotPolicy;
+
+typedef struct {
+    float scale;    // what the next quantise multiplies by: q = sat(x * scale)
+    float descale;  // belongs to the bytes in memory: x = q * descale. Written by whoever wrote them
+    float amax;     // max |x| of this step so far, before scaling; kernels raise it
+    float jit_amax; // max |x| found by a measuring pass
+    float fp8_max;  // 448 (E4M3) or 57344 (E5M2)
+    int policy;     // SlotPolicy
+    int warmup;     // finite amaxes still to be seen before the stored scale is trusted
+    int count;      // filled entries of the ring
+    int head;       // where the next entry goes
+    float history[AMAX_HISTORY_MAX]; // amaxes of past steps, a ring
+} ScaleSlot;
+
+// max(amax, |x|) that keeps NaN: as unsigned integers, |x| orders 0 < finite < Inf < NaN. fmaxf would drop the NaN.
+HOST_DEVICE static inline float amax_raised(float amax, float x) {
+    uint32_t a = float_bits(amax), b = float_bits(x) & 0x7FFFFFFFu;
+    return bits_float(a > b ? a : b);
+}
+
+HOST_DEVICE static inline int is_finite_bits(float x) { return (float_bits(x) & 0x7F800000u) != 0x7F800000u; }
+
+// fp8_max * 2^-margin / (headroom * amax), clamped so that the scale and its inverse are normal FP32 numbers.
+// amax == 0, NaN or Inf says nothing about the next tensor: keep `previous`.
+HOST_DEVICE static inline float scale_from_amax(float amax, float previous, float fp8_max, ScaleRecipe recipe) {
+    if (!(amax > 0.0f) || !is_finite_bits(amax)) { return previous; } // the ! also catches NaN
+    float target = ldexpf(fp8_max, -recipe.margin) / recipe.headroom;
+    float scale = target / amax; // may overflow to Inf for a tiny amax: clamped below
+    scale = fminf(scale, 0x1p126f);
+    return fmaxf(scale, 0x1p-126f);
+}
+
+// A slot that has seen nothing: scale 1, empty ring, in warm-up.
+HOST_DEVICE static inline void scale_slot_init(ScaleSlot* slot, float fp8_max, SlotPolicy policy) {
+    slot->scale = slot->descale = 1.0f;
+    slot->amax = slot->jit_amax = 0.0f;
+    slot->fp8_max = fp8_max;
+    slot->policy = policy;
+    slot->warmup = AMAX_WARMUP;
+    slot->count = slot->head = 0;
+    for (int i = 0; i < AMAX_HISTORY_MAX; i++) {
+        slot->history[i] = 0.0f;
+    }
+}
+
+// Does the producer have to measure before it writes?
+HOST_DEVICE static inline int scale_slot_is_warming(const ScaleSlot* slot) {
+    return slot->policy == SLOT_JUST_IN_TIME || (slot->policy == SLOT_DELAYED && slot->warmup > 0);
+}
+
+// After a measuring pass: a warming slot takes its scale from what was just measured; any other keeps its own.
+HOST_DEVICE static inline void scale_slot_set_from_measured(ScaleSlot* slot, ScaleRecipe recipe) {
+    if (scale_slot_is_warming(slot)) {
+        slot->scale = scale_from_amax(slot->jit_amax, slot->scale, slot->fp8_max, recipe);
+    }
+}
+
+// The amax that sets the scale, from the ring. 0 when the ring is empty.
+HOST_DEVICE static inline float scale_slot_ring_amax(const ScaleSlot* slot, ScaleRecipe recipe) {
+    if (slot->count == 0) { return 0.0f; }
+    if (recipe.algo == AMAX_MOST_RECENT) {
+        return slot->history[(slot->head + recipe.history - 1) % recipe.history];
+    }
+    float a = 0.0f;
+    for (int i = 0; i < slot->count; i++) {
+        a = fmaxf(a, slot->history[i]);
+    }
+    return a;
+}
+
+// End of an optimizer step: take in this step's amax (reduced over all ranks), decide the next scale, clear the amax.
+HOST_DEVICE static inline void scale_slot_step(ScaleSlot* slot, float amax, ScaleRecipe recipe) {
+    slot->amax = 0.0f;
+    if (slot->policy == SLOT_WEIGHT) {
+        slot->scale = scale_from_amax(amax, slot->scale, slot->fp8_max, recipe);
+        return;
+    }
+    if (amax == 0.0f) { return; }
+    if (!is_finite_bits(amax)) {
+        slot->warmup = AMAX_WARMUP;
+        return;
+    }
+    slot->history[slot->head] = amax;
+    slot->head = (slot->head + 1) % recipe.history;
+    slot->count = slot->count < recipe.history ? slot->count + 1 : recipe.history;
+    slot->warmup = slot->warmup > 0 ? slot->warmup - 1 : 0;
+    slot->scale = scale_from_amax(scale_slot_ring_amax(slot, recipe), slot->scale, slot->fp8_max, recipe);
+}
+
+#endif
