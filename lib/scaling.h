@@ -85,6 +85,7 @@ HOST_DEVICE static inline int scale_slot_is_warming(const ScaleSlot* slot) {
 
 // After a measuring pass: a warming slot takes its scale from what was just measured; any other keeps its own.
 HOST_DEVICE static inline void scale_slot_set_from_measured(ScaleSlot* slot, ScaleRecipe recipe) {
+    recipe.headroom = 1.0f; // room for growth between steps: nothing grows between measuring and writing
     if (scale_slot_is_warming(slot)) {
         slot->scale = scale_from_amax(slot->jit_amax, slot->scale, slot->fp8_max, recipe);
     }
@@ -107,6 +108,7 @@ HOST_DEVICE static inline float scale_slot_ring_amax(const ScaleSlot* slot, Scal
 HOST_DEVICE static inline void scale_slot_step(ScaleSlot* slot, float amax, ScaleRecipe recipe) {
     slot->amax = 0.0f;
     if (slot->policy == SLOT_WEIGHT) {
+        recipe.headroom = 1.0f; // the very tensor that is quantised next
         slot->scale = scale_from_amax(amax, slot->scale, slot->fp8_max, recipe);
         return;
     }

@@ -1,0 +1,275 @@
+// The contract of a floor of ops: the types and functions that train_gpt_fp8.cu is written against.
+//
+// Two floors keep it. The GPU floor is the .cuh files (one op per file, on top of gpu.cuh); the CPU floor (CPU_FLOOR
+// defined) is device_cpu.h, reference.h and comm_cpu.h, plain C with the same FP8 and BF16 roundings. Both are compiled
+// against these prototypes, so neither can drift. The test program holds both floors at once: it includes the CPU
+// floor inside a namespace, which is why the guard below is one per floor.
+//
+// Conventions for all ops
+//   order     context, outputs, inputs, weights, shapes. `d` prefix = gradient of. "+=" accumulates into what is there.
+//   shapes    row-major, in elements. rows = B*T tokens, C channels, OC output channels of a linear layer.
+//   numerics  arithmetic in FP32; one rounding (nearest even) where a value is stored as BF16; FP8 stores saturate.
+//   streams   GPU ops are asynchronous on dev->stream and never synchronise with the host.
+//   errors    a shape an op cannot take is one error line with the values (check), exit status 1.
+//   bits      deterministic: same inputs, same bits. Sums have a fixed order; only max uses atomics.
+#if (defined(CPU_FLOOR) && !defined(FLOOR_H_CPU)) || (!defined(CPU_FLOOR) && !defined(FLOOR_H_GPU))
+#ifdef CPU_FLOOR
+#define FLOOR_H_CPU
+#else
+#define FLOOR_H_GPU
+#endif
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "scaling.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// types
+
+#ifdef CPU_FLOOR
+typedef float bf16; // holds a BF16 value in a float: every store rounds, except in --precision fp32 (the yardstick)
+typedef uint8_t e4m3;
+typedef uint8_t e5m2;
+#else
+typedef __nv_bfloat16 bf16;
+typedef __nv_fp8_e4m3 e4m3;
+typedef __nv_fp8_e5m2 e5m2;
+#endif
+
+typedef struct Device Device; // the machine the ops run on: GPU, stream, handles, workspace; or CPU threads
+
+// One tensor (rows, cols) that linear layers read, in every form somebody needs. A producer writes each form whose
+// pointer is not NULL: FP8 linears want data (forward or dgrad) and transposed (wgrad; cuBLASLt's FP8 GEMM on Hopper
+// takes both operands with K contiguous); BF16 linears want wide.
+//   FP8 bytes q = sat(x * slot->scale), x = q * slot->descale; the producer raises slot->amax to max |x| if `record`,
+//   and if `measure_first` (some slot of the run is warming up) runs once before, only to set a warming slot's scale.
+typedef struct {
+    bf16* wide;       // (rows, cols) or NULL
+    e4m3* data;       // (rows, cols) or NULL
+    e4m3* transposed; // (cols, rows) or NULL
+    ScaleSlot* slot;  // in device memory; NULL only when data and transposed are NULL
+    ScaleRecipe recipe;
+    int measure_first;
+    int record;
+} E4m3Tensor;
+
+// The same for gradients.
+typedef struct {
+    bf16* wide;
+    e5m2* data;
+    e5m2* transposed;
+    ScaleSlot* slot;
+    ScaleRecipe recipe;
+    int measure_first;
+    int record;
+} E5m2Tensor;
+
+// Per-row statistics of a LayerNorm, kept for its backward pass.
+typedef struct {
+    float* mean; // (rows)
+    float* rstd; // (rows), 1 / sqrt(variance + 1e-5)
+} LayerNormStats;
+
+// What is added to the residual stream in front of a LayerNorm: sum = in + (branch + bias).
+typedef struct {
+    bf16* sum;          // (rows, C) out; NULL when branch is NULL: then the LayerNorm reads `in` itself
+    const bf16* in;     // (rows, C)
+    const bf16* branch; // (rows, C) output of the previous linear without its bias; NULL: nothing is added
+    const bf16* bias;   // (C) bias of that linear
+} ResidualAdd;
+
+typedef struct {
+    E5m2Tensor dx;         // out (rows, C): gradient of the residual stream below; wide always, FP8 for the linear below
+    float* dweight;        // (C) +=
+    float* dbias;          // (C) +=
+    float* dbranch_bias;   // (C) += column sums of dx: bias gradient of the linear below; NULL: none
+    const bf16* dy;        // (rows, C) gradient of the LayerNorm's output
+    const bf16* dresidual; // (rows, C) gradient arriving over the residual stream; may be dx.wide itself; NULL: none
+    const bf16* x;         // (rows, C) what the LayerNorm read (the residual sum)
+    LayerNormStats stats;
+    const bf16* weight;    // (C)
+    int rows, C;
+} LayerNormBackward;
+
+// Rows of a batch grouped by token, so that the embedding gradient is summed in a fixed order. Made on the host by
+// token_index_build (dataloader side), uploaded to the device.
+typedef struct {
+    int* rows;         // (BT) row numbers b*T+t, grouped by token, ascending inside a group
+    int* bucket_token; // (num_buckets) distinct tokens of the batch, ascending
+    int* bucket_start; // (num_buckets + 1) where each group starts in rows
+    int num_buckets;
+} TokenIndex;
+
+// What one optimizer step leaves for the host to read in one copy.
+typedef struct {
+    float loss;        // mean loss of the step: loss_add over its micro-steps
+    float grad_norm;   // global L2 norm of all gradients, before clipping
+    int skip;          // 1: loss or norm is not finite; adamw_update leaves everything as it is
+    int slots_warming; // FP8 slots that want a measuring pass in the next step
+} StepState;
+
+typedef struct {
+    float lr, beta1, beta2, eps, weight_decay;
+    float grad_clip; // gradients are multiplied by min(1, grad_clip / grad_norm); 0 = no clipping
+    int t;           // 1-based count of applied updates, for bias correction
+} AdamW;
+
+// One parameter tensor of one or more layers, as the optimizer sees it: (layers, n) contiguous.
+typedef struct {
+    float* master;      // FP32 weights
+    float* m;           // FP32 first moment
+    float* v;           // FP32 second moment
+    const float* grad;  // FP32 gradient
+    bf16* param;        // BF16 copy that the forward pass reads, or NULL (FP8 linear)
+    ScaleSlot* slot;    // layer 0's slot when the forward pass reads FP8, else NULL: amax is raised to max |master|
+    size_t slot_stride; // distance in slots from one layer's slot to the next
+    int layers;
+    size_t n; // elements per layer
+} ParamState;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// device: memory and time (gpu.cuh | device_cpu.h)
+
+typedef enum { ATTENTION_AUTO = 0, ATTENTION_BUILTIN = 1, ATTENTION_CUDNN = 2 } AttentionKind;
+
+typedef struct {
+    int index;               // GPU: device ordinal (local rank). CPU: ignored
+    int num_threads;         // CPU: OpenMP threads, 0 = all. GPU: ignored
+    int fp32;                // CPU: --precision fp32, no BF16 rounding. The GPU floor refuses it
+    AttentionKind attention; // GPU: which attention; AUTO = cuDNN where compiled in and found at run time
+} DeviceOptions;
+
+// Open the device. A missing or unsuitable GPU is one error line: what was found, what is needed, "make cpu".
+Device* device_create(DeviceOptions options);
+void device_free(Device* dev);
+const char* device_name(const Device* dev);           // "NVIDIA H200", or the CPU's model name
+const char* device_attention_name(const Device* dev); // "builtin" or "cudnn 9.19.0"
+void device_memory(const Device* dev, size_t* free_bytes, size_t* total_bytes);
+// Memory is 256-byte aligned; contents are undefined. Failing to get it is an error line with the sizes.
+void* device_malloc(Device* dev, size_t bytes);
+void device_release(Device* dev, void* p);
+void* pinned_malloc(Device* dev, size_t bytes); // host memory for asynchronous copies
+void pinned_release(Device* dev, void* p);
+void device_zero(Device* dev, void* p, size_t bytes);
+// Ordered on the stream; the host buffer must stay untouched until the next device_sync or device_copy_out.
+void device_copy_in(Device* dev, void* to_device, const void* from_host, size_t bytes);
+void device_copy_out(Device* dev, void* to_host, const void* from_device, size_t bytes); // returns when it is there
+void device_sync(Device* dev); // waits for everything queued, reports any asynchronous error
+// Scratch for ops, at least `bytes`; set once at start-up from the *_workspace_bytes functions. Ops check its size.
+void device_set_workspace(Device* dev, void* p, size_t bytes);
+// Scratch of every op that sums in two stages (layernorm_backward, gelu_backward, quantize_backward, loss_add,
+// global_norm, embedding_backward) for rows of at most `cols` columns.
+size_t reduction_workspace_bytes(Device* dev, int cols);
+// Values as the floor stores them, to host floats and back (tests, sampling, checkpoints). Synchronous.
+void bf16_to_host(Device* dev, float* to, const bf16* from, size_t n);
+void bf16_from_host(Device* dev, bf16* to, const float* from, size_t n);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// embedding.cuh: tokens -> residual stream
+
+// out (B*T, C) = wte[token] + wpe[t].   tokens (B*T) int32 in [0, V); wte (Vp, C); wpe (maxT, C)
+void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wte, const bf16* wpe, int B,
+                                 int T, int C);
+// dwte (Vp, C) FP32 += rows of dout grouped by token;   dwpe (maxT, C) FP32 += sum over b.   dout (B*T, C)
+void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B,
+                                  int T, int C);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// layernorm.cuh: residual add + LayerNorm (Ba et al. 2016), eps 1e-5
+
+// add.sum = BF16(add.in + BF16(add.branch + add.bias)) if there is a branch;  x = that sum (as stored), or add.in
+// y = (x - mean) * rstd * weight + bias, in every form of y;  stats (rows) are written.  weight, bias (C)
+void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, ResidualAdd add, const bf16* weight,
+                                 const bf16* bias, int rows, int C);
+// dx = dresidual + LayerNorm'(dy) at x;  see LayerNormBackward. dbranch_bias sums dx as stored in BF16.
+void layernorm_backward(Device* dev, LayerNormBackward args);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// matmul.cuh: the linear layers, y = x w^T + bias, w (OC, C) as in torch.nn.Linear.
+// FP8 when w.data is not NULL (then every operand's FP8 form is read), else BF16. FP32 accumulation; in FP8 fast
+// accumulation forward only. C, OC and, in FP8, rows must be multiples of 16.
+
+// y (rows, OC) BF16 = x (rows, C) . w^T + bias (OC; NULL: none)
+void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16* bias, int rows, int C,
+                              int OC);
+// dx (rows, C) BF16 = dy (rows, OC) . w                              FP8: dy.data, w.transposed
+void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, int C, int OC);
+// dw (OC, C) FP32 += dy^T . x                                        FP8 when x.transposed: dy.transposed, x.transposed
+void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows, int C, int OC);
+size_t matmul_workspace_bytes(void);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// attention.cuh: causal attention, softmax(q k^T / sqrt(HS)) v, never storing (T, T). FlashAttention-2 (Dao 2023).
+
+// out (B*T, C) BF16;  lse (B, NH, T) FP32 = log of the softmax denominator (natural log, of scaled scores)
+// qkv (B*T, 3C) BF16: per token Q then K then V, each (NH, HS), C = NH*HS. HS a multiple of 16, at most 128; any T
+void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS);
+// dqkv (B*T, 3C) BF16;  dout, out (B*T, C)
+void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
+                                  const bf16* qkv, int B, int T, int NH, int HS);
+size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// gelu.cuh: tanh GELU with the bias of the fc linear, gelu(u) = 0.5 u (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3)))
+
+// y (rows, C) = gelu(x + bias) in every form of y.   x (rows, C) fc output without bias; bias (C)
+void gelu_forward(Device* dev, E4m3Tensor y, const bf16* x, const bf16* bias, int rows, int C);
+// dx (rows, C) = dy * gelu'(x + bias) in every form of dx (wide may be dy itself)
+// dbias (C) FP32 += column sums of dx before any rounding
+void gelu_backward(Device* dev, E5m2Tensor dx, float* dbias, const bf16* dy, const bf16* x, const bf16* bias,
+                             int rows, int C);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// quantize.cuh: BF16 or FP32 -> FP8 where no fused producer exists
+
+// y.data, y.transposed from y.wide (rows, cols); nothing to do when both are NULL
+void quantize_forward(Device* dev, E4m3Tensor y, int rows, int cols);
+// dy.data, dy.transposed from dy.wide, and dbias (cols) FP32 += column sums of dy.wide
+void quantize_backward(Device* dev, E5m2Tensor dy, float* dbias, int rows, int cols);
+// w.data (OC, C) and w.transposed (C, OC) from the FP32 master weights with the slot's scale; writes descale
+void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int C);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// classifier.cuh: softmax cross-entropy over the first V of Vp columns
+
+// losses (rows) FP32 = -log softmax(logits)[target];  targets (rows) int32 in [0, V)
+// with_gradient: logits (rows, Vp) BF16 become (softmax - onehot) * dloss, padding columns 0. Otherwise unchanged.
+void classifier(Device* dev, bf16* logits, float* losses, const int* targets, float dloss, int with_gradient,
+                          int rows, int V, int Vp);
+// state->loss += factor * sum of losses (n), in fixed order
+void loss_add(Device* dev, StepState* state, const float* losses, float factor, size_t n);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// grad_norm.cuh, adamw.cuh, scale_update.cuh: the end of a step
+
+// state->grad_norm = sqrt(sum of grads^2) in fixed order; state->skip = 1 if it or state->loss is not finite, else 0
+void global_norm(Device* dev, StepState* state, const float* grads, size_t n);
+// AdamW (Loshchilov & Hutter 2019, decoupled decay) on p; does nothing when state->skip. Writes param and raises slots.
+void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state);
+// param and slots from the master weights, without an update: after initialisation or loading
+void params_from_master(Device* dev, ParamState p);
+// amax of all slots into a flat array (num_slots), NaN as +Inf (NCCL's max drops NaN), ready to be max-reduced
+void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int num_slots);
+// scale_slot_step for every slot; state->slots_warming = how many want a measuring pass next
+void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int num_slots, ScaleRecipe recipe,
+                                StepState* state);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// comm.cuh | comm_cpu.h: ranks. One rank is a communicator of one.
+
+typedef struct Comm Comm;
+
+// Joins the ranks that mpirun (or srun) started; alone when started by hand. Call before device_create.
+Comm* comm_create(int* argc, char*** argv);
+void comm_connect(Comm* comm, Device* dev); // GPU: NCCL over the ranks' devices
+void comm_free(Comm* comm);
+int comm_rank(const Comm* comm);
+int comm_local_rank(const Comm* comm); // rank among those on this host: picks the GPU
+int comm_num_ranks(const Comm* comm);
+void comm_sum(Comm* comm, Device* dev, float* data, size_t n); // device memory, in place, over all ranks
+void comm_max(Comm* comm, Device* dev, float* data, size_t n);
+void comm_host_min_max(Comm* comm, int64_t value, int64_t* min, int64_t* max); // host values, for checks
+void comm_barrier(Comm* comm);
+
+#endif
