@@ -3,6 +3,10 @@
 #ifndef CHECK_H
 #define CHECK_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // fseeko and 64-bit offsets under -std=c11; the Makefile sets it too
+#endif
+
 #include <errno.h>
 #include <stdarg.h>
 #include <stdint.h>

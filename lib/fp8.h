@@ -84,7 +84,7 @@ HOST_DEVICE static inline float float_from_e5m2(uint8_t code) {
     return (code & 0x7Cu) == 0x7Cu ? bits_float(special) : value;
 }
 
-// Round to the nearest BF16 value (ties to even), returned as a float. Overflows to infinity as BF16 does; NaN stays NaN.
+// Round to the nearest BF16 value (ties to even), as a float. Overflows to infinity as BF16 does; NaN stays NaN.
 HOST_DEVICE static inline float bf16_round(float x) {
     uint32_t bits = float_bits(x);
     uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;

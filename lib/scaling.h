@@ -1,8 +1,8 @@
 // Delayed scaling: one ScaleSlot per FP8 tensor, and the only place where a scale is ever decided.
 //
 // A slot's life in one optimizer step:
-//   write    kernels quantise q = sat(x * scale), raise `amax` to max |x| (before scaling), and write descale = 1/scale
-//            with the bytes. While the slot warms up, the producing op first runs once only to measure: `jit_amax`.
+//   write    kernels quantise q = sat(x * scale), raise `amax` to max |x| (before scaling) and write
+//            descale = 1/scale with the bytes. While the slot warms up, the producing op first runs once only to measure: `jit_amax`.
 //   step     once, after the last micro-step and after `amax` was max-reduced over the ranks (scale_slot_step):
 //              amax == 0       nothing was seen: keep the scale, do not roll the ring
 //              amax finite     into the ring; scale = fp8_max * 2^-margin / (headroom * a), a = max or newest of the ring
@@ -31,7 +31,8 @@ typedef struct {
 typedef enum {
     SLOT_DELAYED = 0,      // activations and gradients: scale from the ring; just in time while warming up
     SLOT_JUST_IN_TIME = 1, // --recipe current: always measured first
-    SLOT_WEIGHT = 2        // weights: quantised right after the step that measured them, so never delayed
+    SLOT_WEIGHT = 2,       // weights: quantised right after the step that measured them, so never delayed
+    SLOT_UNUSED = 3        // belongs to a linear that is kept in BF16
 } SlotPolicy;
 
 typedef struct {
@@ -112,7 +113,7 @@ HOST_DEVICE static inline void scale_slot_step(ScaleSlot* slot, float amax, Scal
         slot->scale = scale_from_amax(amax, slot->scale, slot->fp8_max, recipe);
         return;
     }
-    if (amax == 0.0f) { return; }
+    if (amax == 0.0f || slot->policy == SLOT_UNUSED) { return; }
     if (!is_finite_bits(amax)) {
         slot->warmup = AMAX_WARMUP;
         return;

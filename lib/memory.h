@@ -1,0 +1,85 @@
+// Memory is planned before anything is allocated: every buffer is a line of a MemoryPlan (category, where its address
+// goes, bytes). The plan can be summed, printed, compared with what the device has, and only then given addresses.
+//
+//     plan_add(&plan, MEMORY_ACTIVATIONS, &acts->qkv, BT * 3 * C * sizeof(bf16));
+//     plan_bytes(&plan);  plan_print(&plan, stdout);
+//     plan_place(&plan, base);       // base: one block of plan_bytes bytes, 256-byte aligned
+#ifndef MEMORY_H
+#define MEMORY_H
+
+#include "check.h"
+
+typedef enum {
+    MEMORY_PARAMETERS,  // weights as the forward and backward pass read them, FP8 slots
+    MEMORY_MASTER,      // FP32 master weights
+    MEMORY_MOMENTS,     // Adam's m and v
+    MEMORY_GRADIENTS,   // FP32 gradient accumulators
+    MEMORY_ACTIVATIONS, // kept from forward to backward, per layer
+    MEMORY_SCRATCH,     // shared by all layers
+    MEMORY_WORKSPACE,   // scratch inside single ops
+    NUM_MEMORY_CATEGORIES
+} MemoryCategory;
+
+typedef struct {
+    MemoryCategory category;
+    void** address; // receives the buffer's address
+    size_t bytes;
+} MemoryItem;
+
+typedef struct {
+    MemoryItem* items;
+    size_t num_items, capacity;
+    size_t category_bytes[NUM_MEMORY_CATEGORIES];
+} MemoryPlan;
+
+#define MEMORY_ALIGNMENT ((size_t)256)
+
+static inline size_t memory_aligned(size_t bytes) {
+    return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
+}
+
+// One buffer of `bytes` bytes whose address goes to *address, which must stay where it is until plan_place.
+static inline void plan_add(MemoryPlan* plan, MemoryCategory category, void* address, size_t bytes) {
+    if (plan->num_items == plan->capacity) {
+        plan->capacity = plan->capacity ? 2 * plan->capacity : 256;
+        plan->items = (MemoryItem*)realloc(plan->items, plan->capacity * sizeof(MemoryItem));
+        check(plan->items != NULL, "out of host memory for a memory plan of %zu buffers", plan->capacity);
+    }
+    MemoryItem item = {category, (void**)address, memory_aligned(bytes)};
+    plan->items[plan->num_items++] = item;
+    plan->category_bytes[category] += item.bytes;
+}
+
+static inline size_t plan_bytes(const MemoryPlan* plan) {
+    size_t bytes = 0;
+    for (int c = 0; c < NUM_MEMORY_CATEGORIES; c++) {
+        bytes += plan->category_bytes[c];
+    }
+    return bytes;
+}
+
+// Give every buffer its address inside the block at `base`, which has plan_bytes(plan) bytes.
+static inline void plan_place(const MemoryPlan* plan, void* base) {
+    char* next = (char*)base;
+    for (size_t i = 0; i < plan->num_items; i++) {
+        *plan->items[i].address = next;
+        next += plan->items[i].bytes;
+    }
+}
+
+static inline void plan_free(MemoryPlan* plan) {
+    free(plan->items);
+    memset(plan, 0, sizeof(*plan));
+}
+
+// One line per category and the sum, in MiB.
+static inline void plan_print(const MemoryPlan* plan, FILE* out) {
+    const char* names[NUM_MEMORY_CATEGORIES] = {"weights", "master weights", "Adam moments", "gradients",
+                                                "activations", "scratch", "workspace"};
+    for (int c = 0; c < NUM_MEMORY_CATEGORIES; c++) {
+        fprintf(out, "| memory: %-15s | %14.1f MiB |\n", names[c], (double)plan->category_bytes[c] / (1 << 20));
+    }
+    fprintf(out, "| memory: %-15s | %14.1f MiB |\n", "sum", (double)plan_bytes(plan) / (1 << 20));
+}
+
+#endif
