@@ -14,17 +14,12 @@
 #ifndef CONFIG_H
 #define CONFIG_H
 
+#include "check.h"
+
 #include <ctype.h>
-#include <errno.h>
 #include <limits.h>
 #include <math.h>
 #include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "check.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the settings
@@ -42,8 +37,6 @@ typedef struct {
 // The enums count in the order of the `choices` column of their row in the flag table.
 typedef enum { PRECISION_FP8, PRECISION_BF16, PRECISION_FP32 } Precision;
 typedef enum { RECIPE_DELAYED, RECIPE_CURRENT } Recipe;
-typedef enum { AMAX_ALGO_MAX, AMAX_ALGO_MOST_RECENT } AmaxAlgo;
-typedef enum { ATTENTION_AUTO, ATTENTION_BUILTIN, ATTENTION_CUDNN } AttentionKind;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
 
 // Bits of TrainConfig.bf16_ops, in the order of the row's choices.
@@ -81,12 +74,12 @@ typedef struct {
     int precision;                           // Precision
     int recipe;                              // Recipe
     int amax_history;                        // past amaxes a slot remembers, 1..1024
-    int amax_algo;                           // AmaxAlgo
+    int amax_algo;                           // AmaxAlgo (scaling.h)
     int margin;                              // scales leave 2^margin of room
     float headroom;                          // scales leave this factor of room, >= 1
     int bf16_first_layers, bf16_last_layers; // so many blocks at either end compute their linears in BF16
     int bf16_ops;                            // BF16_OP_* bits: these linears stay in BF16 in every block
-    int attention;                           // AttentionKind
+    int attention;                           // AttentionKind (floor.h)
     // evaluation and samples
     int val_every;            // validate every N steps and at the end; 0: never
     int val_max_steps;        // batches per validation; -1: all
@@ -699,16 +692,24 @@ static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int n
         train->total_batch_tokens = micro_tokens;
     }
     int64_t total = train->total_batch_tokens;
-    check(total % micro_tokens == 0, "--total-batch-tokens (-d): %lld is not a multiple of B * T * GPUs = %lld * %lld * "
-          "%d = %lld; nearest: %lld", (long long)total, (long long)B, (long long)T, num_ranks, (long long)micro_tokens,
-          (long long)(total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens));
+    check(total % micro_tokens == 0, "--total-batch-tokens (-d): %lld is not a multiple of B * T * GPUs = %lld * %lld "
+          "* %d = %lld; nearest: %lld", (long long)total, (long long)B, (long long)T, num_ranks,
+          (long long)micro_tokens, (long long)(total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens));
     check(total / micro_tokens <= INT_MAX, "--total-batch-tokens (-d): %lld micro-steps are too many",
           (long long)(total / micro_tokens));
-    check(train->val_every == 0 || train->val_data[0] != 0 || !train->overfit_single_batch,
-          "--overfit-single-batch (-a) trains on validation data: give -j");
+    check(!train->overfit_single_batch || train->val_data[0] != 0,
+          "--overfit-single-batch (-a) trains on a validation batch: give --val-data (-j)");
+    check(train->train_data[0] != 0 || train->overfit_single_batch || train->max_steps == 0 || train->dry_run,
+          "no training data: give --train-data (-i) 'GLOB'");
     train->grad_accum_steps = (int)(total / micro_tokens);
     train->num_ranks = num_ranks;
     train->rank = rank;
+}
+
+// Does the linear `op` (a BF16_OP_* bit) of block `layer` compute in FP8?
+static inline int config_linear_is_fp8(const TrainConfig* train, const GptConfig* gpt, int layer, int op) {
+    int at_an_end = layer < train->bf16_first_layers || layer >= gpt->num_layers - train->bf16_last_layers;
+    return train->precision == PRECISION_FP8 && !at_an_end && (train->bf16_ops & op) == 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ typedef enum {
 
 typedef struct {
     MemoryCategory category;
-    void** address; // receives the buffer's address
+    void* address; // of the pointer that receives the buffer's address
     size_t bytes;
 } MemoryItem;
 
@@ -38,14 +38,15 @@ static inline size_t memory_aligned(size_t bytes) {
     return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
 }
 
-// One buffer of `bytes` bytes whose address goes to *address, which must stay where it is until plan_place.
+// One buffer of `bytes` bytes. `address` is the address of the pointer that will hold it (any pointer type); that
+// pointer must stay where it is until plan_place.
 static inline void plan_add(MemoryPlan* plan, MemoryCategory category, void* address, size_t bytes) {
     if (plan->num_items == plan->capacity) {
         plan->capacity = plan->capacity ? 2 * plan->capacity : 256;
         plan->items = (MemoryItem*)realloc(plan->items, plan->capacity * sizeof(MemoryItem));
         check(plan->items != NULL, "out of host memory for a memory plan of %zu buffers", plan->capacity);
     }
-    MemoryItem item = {category, (void**)address, memory_aligned(bytes)};
+    MemoryItem item = {category, address, memory_aligned(bytes)};
     plan->items[plan->num_items++] = item;
     plan->category_bytes[category] += item.bytes;
 }
@@ -62,7 +63,7 @@ static inline size_t plan_bytes(const MemoryPlan* plan) {
 static inline void plan_place(const MemoryPlan* plan, void* base) {
     char* next = (char*)base;
     for (size_t i = 0; i < plan->num_items; i++) {
-        *plan->items[i].address = next;
+        memcpy(plan->items[i].address, &next, sizeof(next)); // the pointer's type is not known here
         next += plan->items[i].bytes;
     }
 }
