@@ -178,7 +178,7 @@ void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout,
 // ---------------------------------------------------------------------------------------------------------------------
 // layernorm.cuh: residual add + LayerNorm (Ba et al. 2016), eps 1e-5
 
-// add.sum = BF16(add.in + BF16(add.branch + add.bias)) if there is a branch;  x = that sum (as stored), or add.in
+// add.sum = BF16(add.in + (add.branch + add.bias)) if there is a branch;  x = that sum (as stored), or add.in
 // y = (x - mean) * rstd * weight + bias, in every form of y;  stats (rows) are written.  weight, bias (C)
 void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, ResidualAdd add, const bf16* weight,
                                  const bf16* bias, int rows, int C);
