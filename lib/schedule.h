@@ -20,7 +20,9 @@ static inline float schedule_learning_rate(const TrainConfig* train, int num_ste
         return peak;
     }
     if (step < warmup) {
-        return peak * (float)(step + 1) / (float)warmup;
+        // llm.c divides before it multiplies in wsd only, and the last bit shows it
+        return train->lr_schedule == SCHEDULE_WSD ? peak * ((float)(step + 1) / (float)warmup)
+                                                  : peak * (float)(step + 1) / (float)warmup;
     }
     int start = train->lr_schedule == SCHEDULE_WSD ? (int)(0.8f * (float)num_steps) : warmup; // of the decay
     if (step < start) {
