@@ -1,0 +1,799 @@
+// train_gpt_fp8: pretrains GPT-2 / GPT-3 models with the whole transformer forward and backward pass in FP8.
+//
+// This file is the program, read top to bottom: the nouns (weights, activations, gradients), memory, forward, backward,
+// update, evaluation, the loop, main. It holds no kernels: ops come from one of two floors that keep the same contract
+// (lib/floor.h): the GPU floor (nvcc, the .cuh files) or the CPU floor (g++ -DCPU_FLOOR, plain C with the same FP8 and
+// BF16 roundings). Everything in this file is the same on both.
+//
+//   B   sequences per micro-batch           C   channels                     V   vocabulary
+//   T   tokens per sequence                 NH  attention heads              Vp  vocabulary, padded to 128
+//   BT  tokens per micro-batch, rows        HS  head size, C / NH            L   transformer blocks
+//
+// The path of a batch:
+//   tokens -> embedding -> { layernorm -> qkv -> attention -> proj -> + -> layernorm -> fc -> gelu -> fcproj -> + } x L
+//          -> layernorm -> LM head -> classifier -> loss, and back through the same rooms -> gradients
+//          -> (sum over ranks) -> norm -> AdamW -> FP8 weights
+//   beside it: every FP8 write raises its slot's amax -> (max over ranks) -> next step's scale
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+// ground and bookkeeping: plain C
+#include "lib/check.h"       // defines: check, *_or_die
+#include "lib/fp8.h"         // defines: the FP8 codec, bf16_round
+#include "lib/scaling.h"     // defines: ScaleSlot, ScaleRecipe, when a scale changes
+#include "lib/rng.h"         // defines: the random numbers of initialisation and sampling
+#include "lib/config.h"      // defines: GptConfig, TrainConfig, the flags
+#include "lib/tensors.h"     // defines: ParameterTable: name, shape, init, decay, place of every parameter tensor
+#include "lib/memory.h"      // defines: MemoryPlan
+#include "lib/dataloader.h"  // defines: DataLoader: .bin shards -> (B, T) inputs and targets
+#include "lib/token_index.h" // defines: token_index_build
+#include "lib/tokenizer.h"   // defines: Tokenizer: ids -> text
+#include "lib/sampler.h"     // defines: sample_token
+#include "lib/schedule.h"    // defines: schedule_learning_rate
+#include "lib/checkpoint.h"  // defines: llm.c model files
+#include "lib/roofline.h"    // defines: the floor of a step in seconds
+#include "lib/logger.h"      // defines: Logger: screen, main.log, metrics.jsonl
+
+// the floor of ops
+#ifdef CPU_FLOOR
+#include "lib/device_cpu.h" // defines: Device: threads and host memory
+#include "lib/reference.h"  // defines: every op in plain C
+#include "lib/comm_cpu.h"   // defines: Comm over MPI
+#else
+#include "lib/gpu.cuh"          // defines: Device: GPU, stream, cuBLASLt
+#include "lib/embedding.cuh"    // defines: embedding_forward, embedding_backward
+#include "lib/layernorm.cuh"    // defines: layernorm_forward (with the residual add), layernorm_backward
+#include "lib/matmul.cuh"       // defines: matmul_forward, matmul_dgrad, matmul_wgrad
+#include "lib/attention.cuh"    // defines: attention_forward, attention_backward
+#include "lib/gelu.cuh"         // defines: gelu_forward, gelu_backward (with the fc bias)
+#include "lib/quantize.cuh"     // defines: quantize_forward, quantize_backward, quantize_weight
+#include "lib/classifier.cuh"   // defines: classifier
+#include "lib/grad_norm.cuh"    // defines: loss_add, global_norm
+#include "lib/adamw.cuh"        // defines: adamw_update, params_from_master
+#include "lib/scale_update.cuh" // defines: scale_slots_gather, scale_slots_step
+#include "lib/comm.cuh"         // defines: Comm over NCCL
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the nouns
+
+// The four linear layers of a block; each owns three FP8 slots: its input, its weight, the gradient of its output.
+typedef enum { LINEAR_QKV, LINEAR_PROJ, LINEAR_FC, LINEAR_FCPROJ, NUM_LINEARS } LinearName;
+typedef enum { SLOT_OF_INPUT, SLOT_OF_WEIGHT, SLOT_OF_GRADIENT, SLOTS_PER_LINEAR } SlotName;
+
+// Parameters as the forward and backward pass read them. Linear weights are FP8 (data and transposed) or BF16 (wide).
+typedef struct {
+    bf16* ln1w;                  // (C)
+    bf16* ln1b;                  // (C)
+    E4m3Tensor w[NUM_LINEARS];   // qkv (3C, C), proj (C, C), fc (4C, C), fcproj (C, 4C)
+    bf16* bias[NUM_LINEARS];     // (3C), (C), (4C), (C)
+    bf16* ln2w;                  // (C)
+    bf16* ln2b;                  // (C)
+} LayerWeights;
+
+// FP32 gradient accumulators, the same shapes; views into one flat array in the order of the parameter table.
+typedef struct {
+    float* ln1w;
+    float* ln1b;
+    float* w[NUM_LINEARS];
+    float* bias[NUM_LINEARS];
+    float* ln2w;
+    float* ln2b;
+} LayerGrads;
+
+// What the forward pass keeps for the backward pass. The row-major FP8 copy of a linear's input is read once, by the
+// forward product, so all layers share it (Scratch.x_row); the transposed copy is what wgrad reads and what is kept.
+typedef struct {
+    bf16* in;                  // (BT, C) residual stream entering the block
+    LayerNormStats ln1_stats;  // (BT)
+    E4m3Tensor x[NUM_LINEARS]; // inputs: ln1 (BT, C), attention (BT, C), ln2 (BT, C), gelu (BT, 4C)
+    bf16* qkv;                 // (BT, 3C)
+    float* lse;                // (B, NH, T)
+    bf16* mid;                 // (BT, C) residual stream between attention and MLP
+    LayerNormStats ln2_stats;  // (BT)
+    bf16* fc;                  // (BT, 4C) GELU's argument without the bias
+} LayerActs;
+
+// Gradients of the linears' outputs: dqkv (BT, 3C), dmid (BT, C), dfc (BT, 4C), dout (BT, C). All bytes are scratch
+// that the layers share; what belongs to the layer is the slots. dmid and dout are the gradient of the residual stream.
+typedef struct {
+    E5m2Tensor dy[NUM_LINEARS];
+} LayerActGrads;
+
+// Buffers with lifetimes shorter than a pass, shared by all layers.
+typedef struct {
+    e4m3* x_row;     // (BT, 4C) row-major FP8 input of the linear that runs next
+    bf16* branch;    // (BT, C)  output of proj or fcproj, until the next LayerNorm adds it to the residual stream
+    bf16* lnf;       // (BT, C)  output of the final LayerNorm, until the LM head's wgrad has read it;
+    bf16* dln;       // (BT, C)    then: gradient of a LayerNorm's output (lnf's own first), or of attention's output
+    bf16* logits;    // (head_rows, Vp) logits of a chunk of rows, then their gradient
+    bf16* dresidual; // (BT, C)  gradient of the residual stream, all the way down
+    bf16* dwide;     // (BT, 4C) gradient of gelu's output (and in BF16 of fc's), then of qkv
+    e5m2* dy_row;    // (BT, 4C) FP8 gradient of the linear whose backward runs next
+    e5m2* dy_col;    // (4C, BT) the same, transposed
+} Scratch;
+
+// One micro-batch on the host (pinned) or on the device: five arrays in one block, so that one copy moves them.
+typedef struct {
+    int* tokens;  // (BT)
+    int* targets; // (BT)
+    TokenIndex index;
+} Batch;
+
+typedef struct {
+    Device* dev;
+    Comm* comm;
+    GptConfig config;
+    const TrainConfig* train;
+    ParameterTable table;
+    ScaleRecipe recipe;
+    MemoryPlan plan;
+    void* memory; // the block that holds everything below
+    int B, T;     // largest micro-batch
+    int head_rows; // rows of logits that exist at one time
+
+    float* master; // (num_parameters) FP32
+    float* m;      // (num_parameters) first moment
+    float* v;      // (num_parameters) second moment
+    float* grads;  // (num_parameters) accumulated over micro-steps
+
+    bf16* params[NUM_TENSORS];  // all layers of every tensor that is not a linear weight
+    LayerWeights* w;            // (L)
+    LayerGrads* g;              // (L)
+    LayerActs* a;               // (L)
+    LayerActGrads* da;          // (L)
+    ScaleSlot* slots;           // (L, NUM_LINEARS, SLOTS_PER_LINEAR)
+    float* amaxes;              // (num_slots) for the max over ranks
+    int num_slots;
+    bf16* final_residual;       // (BT, C) what the final LayerNorm reads
+    LayerNormStats lnf_stats;   // (BT)
+    float* losses;              // (BT)
+    Scratch scratch;
+    Batch batch;                // on the device
+    Batch* staged;              // (grad_accum_steps) pinned host copies: no micro-step waits for an earlier one
+    void* staging;
+    TokenCounter counter;
+    StepState* state;           // on the device
+    void* workspace;
+    size_t workspace_bytes;
+
+    int slots_warming; // as of the last step: do producers have to measure first?
+    int num_updates;   // AdamW's t
+} Model;
+
+static const TensorName linear_weight_tensor[NUM_LINEARS] = {TENSOR_QKVW, TENSOR_PROJW, TENSOR_FCW, TENSOR_FCPROJW};
+static const TensorName linear_bias_tensor[NUM_LINEARS] = {TENSOR_QKVB, TENSOR_PROJB, TENSOR_FCB, TENSOR_FCPROJB};
+
+// The linear's shape: y (rows, OC) = x (rows, IC) w (OC, IC)^T + bias.
+static int linear_inputs(const Model* model, LinearName k) { return (k == LINEAR_FCPROJ ? 4 : 1) * model->config.channels; }
+static int linear_outputs(const Model* model, LinearName k) {
+    return (k == LINEAR_QKV ? 3 : k == LINEAR_FC ? 4 : 1) * model->config.channels;
+}
+
+// Does linear k of layer l compute in FP8? (--precision, --bf16-layers, --bf16-ops)
+static int linear_is_fp8(const Model* model, int l, LinearName k) {
+    return config_linear_is_fp8(model->train, &model->config, l, 1 << k); // BF16_OP_* bits are in the order of LinearName
+}
+
+static ScaleSlot* slot_of(const Model* model, int l, LinearName k, SlotName s) {
+    return model->slots + ((size_t)l * NUM_LINEARS + k) * SLOTS_PER_LINEAR + s;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// memory: every buffer is planned, the plan is shown and compared with the machine, then one block is allocated
+
+// The line of a batch's five arrays in its block of (5 BT + 1) ints.
+static size_t batch_bytes(size_t BT) { return (5 * BT + 1) * sizeof(int); }
+
+static Batch batch_at(void* block, size_t BT) {
+    int* p = (int*)block;
+    Batch batch = {p, p + BT, {p + 2 * BT, p + 3 * BT, p + 4 * BT, 0}};
+    return batch;
+}
+
+static void plan_parameters(Model* model) {
+    MemoryPlan* plan = &model->plan;
+    const ParameterTable* table = &model->table;
+    size_t n_bytes = table->num_parameters * sizeof(float);
+    plan_add(plan, MEMORY_MASTER, &model->master, n_bytes);
+    plan_add(plan, MEMORY_MOMENTS, &model->m, n_bytes);
+    plan_add(plan, MEMORY_MOMENTS, &model->v, n_bytes);
+    plan_add(plan, MEMORY_GRADIENTS, &model->grads, n_bytes);
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &table->tensor[t];
+        if (!spec->is_linear) {
+            plan_add(plan, MEMORY_PARAMETERS, &model->params[t], spec->layers * spec->n * sizeof(bf16));
+        }
+    }
+    for (int l = 0; l < model->config.num_layers; l++) {
+        for (int k = 0; k < NUM_LINEARS; k++) {
+            E4m3Tensor* w = &model->w[l].w[k];
+            size_t n = table->tensor[linear_weight_tensor[k]].n;
+            if (linear_is_fp8(model, l, (LinearName)k)) {
+                plan_add(plan, MEMORY_PARAMETERS, &w->data, n * sizeof(e4m3));
+                plan_add(plan, MEMORY_PARAMETERS, &w->transposed, n * sizeof(e4m3));
+            } else {
+                plan_add(plan, MEMORY_PARAMETERS, &w->wide, n * sizeof(bf16));
+            }
+        }
+    }
+    plan_add(plan, MEMORY_PARAMETERS, &model->slots, (size_t)model->num_slots * sizeof(ScaleSlot));
+    plan_add(plan, MEMORY_PARAMETERS, &model->amaxes, (size_t)model->num_slots * sizeof(float));
+    plan_add(plan, MEMORY_PARAMETERS, &model->state, sizeof(StepState));
+}
+
+static void plan_activations(Model* model) {
+    MemoryPlan* plan = &model->plan;
+    size_t BT = (size_t)model->B * model->T, C = (size_t)model->config.channels;
+    for (int l = 0; l < model->config.num_layers; l++) {
+        LayerActs* a = &model->a[l];
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->in, BT * C * sizeof(bf16));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->mid, BT * C * sizeof(bf16));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->qkv, BT * 3 * C * sizeof(bf16));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->fc, BT * 4 * C * sizeof(bf16));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->lse, (size_t)model->config.num_heads * BT * sizeof(float));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->ln1_stats.mean, BT * sizeof(float));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->ln1_stats.rstd, BT * sizeof(float));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->ln2_stats.mean, BT * sizeof(float));
+        plan_add(plan, MEMORY_ACTIVATIONS, &a->ln2_stats.rstd, BT * sizeof(float));
+        for (int k = 0; k < NUM_LINEARS; k++) {
+            size_t n = BT * (size_t)linear_inputs(model, (LinearName)k);
+            int is_fp8 = linear_is_fp8(model, l, (LinearName)k);
+            if (is_fp8) { plan_add(plan, MEMORY_ACTIVATIONS, &a->x[k].transposed, n * sizeof(e4m3)); }
+            if (!is_fp8 || k == LINEAR_PROJ) { // attention's backward pass reads its output in BF16
+                plan_add(plan, MEMORY_ACTIVATIONS, &a->x[k].wide, n * sizeof(bf16));
+            }
+        }
+    }
+    plan_add(plan, MEMORY_ACTIVATIONS, &model->final_residual, BT * C * sizeof(bf16));
+    plan_add(plan, MEMORY_ACTIVATIONS, &model->lnf_stats.mean, BT * sizeof(float));
+    plan_add(plan, MEMORY_ACTIVATIONS, &model->lnf_stats.rstd, BT * sizeof(float));
+    plan_add(plan, MEMORY_ACTIVATIONS, &model->losses, BT * sizeof(float));
+    plan_add(plan, MEMORY_ACTIVATIONS, &model->batch.tokens, batch_bytes(BT));
+}
+
+static void plan_scratch(Model* model) {
+    MemoryPlan* plan = &model->plan;
+    Scratch* s = &model->scratch;
+    size_t BT = (size_t)model->B * model->T, C = (size_t)model->config.channels;
+    plan_add(plan, MEMORY_SCRATCH, &s->branch, BT * C * sizeof(bf16));
+    plan_add(plan, MEMORY_SCRATCH, &s->lnf, BT * C * sizeof(bf16));
+    plan_add(plan, MEMORY_SCRATCH, &s->dresidual, BT * C * sizeof(bf16));
+    plan_add(plan, MEMORY_SCRATCH, &s->dwide, BT * 4 * C * sizeof(bf16));
+    plan_add(plan, MEMORY_SCRATCH, &s->logits,
+             (size_t)model->head_rows * model->config.padded_vocab_size * sizeof(bf16));
+    if (model->train->precision == PRECISION_FP8) {
+        plan_add(plan, MEMORY_SCRATCH, &s->x_row, BT * 4 * C * sizeof(e4m3));
+        plan_add(plan, MEMORY_SCRATCH, &s->dy_row, BT * 4 * C * sizeof(e5m2));
+        plan_add(plan, MEMORY_SCRATCH, &s->dy_col, BT * 4 * C * sizeof(e5m2));
+    }
+    plan_add(plan, MEMORY_WORKSPACE, &model->workspace, model->workspace_bytes);
+}
+
+// Plan everything for a micro-batch of B sequences. workspace_bytes is what the ops asked for.
+static void plan_model(Model* model, int B) {
+    memset(&model->plan, 0, sizeof(model->plan));
+    model->B = B;
+    int64_t rows = (int64_t)B * model->T;
+    model->head_rows = (int)(rows < 16384 ? rows : 16384); // 1.6 GB of logits at V = 50257: enough to fill the GPU
+    plan_parameters(model);
+    plan_activations(model);
+    plan_scratch(model);
+}
+
+// Refuse a plan that does not fit, with the numbers and the largest micro-batch that would.
+static void check_plan_fits(Model* model) {
+    size_t free_bytes, total_bytes, wanted = plan_bytes(&model->plan);
+    device_memory(model->dev, &free_bytes, &total_bytes);
+    if (wanted <= free_bytes) { return; }
+    int asked = model->B, fits = asked;
+    do {
+        plan_free(&model->plan);
+        fits--;
+        plan_model(model, fits > 0 ? fits : 1);
+    } while (fits > 0 && plan_bytes(&model->plan) > free_bytes);
+    double GB = 1.0 / (1 << 30);
+    check(fits == 0, "does not fit: -b %d wants %.2f GiB, %s has %.2f GiB free; -b %d fits with %.2f GiB", asked,
+          (double)wanted * GB, device_name(model->dev), (double)free_bytes * GB, fits,
+          (double)plan_bytes(&model->plan) * GB);
+    check(0, "does not fit: -b %d wants %.2f GiB, %s has %.2f GiB free; even -b 1 wants %.2f GiB, %.2f GiB of it for "
+          "weights and optimizer: a smaller model (-e) or sequence (-t) is needed", asked, (double)wanted * GB,
+          device_name(model->dev), (double)free_bytes * GB, (double)plan_bytes(&model->plan) * GB,
+          (double)(model->plan.category_bytes[MEMORY_PARAMETERS] + model->plan.category_bytes[MEMORY_MASTER] +
+                   model->plan.category_bytes[MEMORY_MOMENTS] + model->plan.category_bytes[MEMORY_GRADIENTS]) * GB);
+}
+
+// Views of one layer: everything that is an address inside a larger buffer, and who shares scratch.
+static void wire_layer(Model* model, int l) {
+    LayerWeights* w = &model->w[l];
+    LayerGrads* g = &model->g[l];
+    Scratch* s = &model->scratch;
+    size_t C = (size_t)model->config.channels;
+    const TensorSpec* spec = model->table.tensor;
+    float* grads = model->grads;
+    w->ln1w = model->params[TENSOR_LN1W] + l * C;
+    w->ln1b = model->params[TENSOR_LN1B] + l * C;
+    w->ln2w = model->params[TENSOR_LN2W] + l * C;
+    w->ln2b = model->params[TENSOR_LN2B] + l * C;
+    g->ln1w = grads + spec[TENSOR_LN1W].offset + l * C;
+    g->ln1b = grads + spec[TENSOR_LN1B].offset + l * C;
+    g->ln2w = grads + spec[TENSOR_LN2W].offset + l * C;
+    g->ln2b = grads + spec[TENSOR_LN2B].offset + l * C;
+    for (int k = 0; k < NUM_LINEARS; k++) {
+        const TensorSpec* weight = &spec[linear_weight_tensor[k]];
+        const TensorSpec* bias = &spec[linear_bias_tensor[k]];
+        E4m3Tensor* x = &model->a[l].x[k];
+        E5m2Tensor* dy = &model->da[l].dy[k];
+        w->bias[k] = model->params[linear_bias_tensor[k]] + l * bias->n;
+        g->w[k] = grads + weight->offset + l * weight->n;
+        g->bias[k] = grads + bias->offset + l * bias->n;
+        // the residual gradients and dqkv exist in BF16 in any case; dfc only where fc itself computes in BF16
+        dy->wide = k == LINEAR_QKV ? s->dwide : k == LINEAR_FC ? NULL : s->dresidual;
+        if (linear_is_fp8(model, l, (LinearName)k)) {
+            x->data = s->x_row;
+            dy->data = s->dy_row;
+            dy->transposed = s->dy_col;
+            x->slot = slot_of(model, l, (LinearName)k, SLOT_OF_INPUT);
+            w->w[k].slot = slot_of(model, l, (LinearName)k, SLOT_OF_WEIGHT);
+            dy->slot = slot_of(model, l, (LinearName)k, SLOT_OF_GRADIENT);
+        } else if (k == LINEAR_FC) {
+            dy->wide = s->dwide; // in place of gelu's gradient
+        }
+        x->recipe = w->w[k].recipe = dy->recipe = model->recipe;
+    }
+}
+
+// How FP8 producers behave from here on: measure before they write, and record amaxes for the next step's scales.
+static void set_scaling(Model* model, int measure_first, int record) {
+    for (int l = 0; l < model->config.num_layers; l++) {
+        for (int k = 0; k < NUM_LINEARS; k++) {
+            model->a[l].x[k].measure_first = model->da[l].dy[k].measure_first = measure_first;
+            model->a[l].x[k].record = model->da[l].dy[k].record = record;
+        }
+    }
+}
+
+static void init_slots(Model* model) {
+    ScaleSlot* slots = (ScaleSlot*)calloc_or_die((size_t)model->num_slots, sizeof(ScaleSlot));
+    SlotPolicy activations = model->train->recipe == RECIPE_CURRENT ? SLOT_JUST_IN_TIME : SLOT_DELAYED;
+    for (int l = 0; l < model->config.num_layers; l++) {
+        for (int k = 0; k < NUM_LINEARS; k++) {
+            ScaleSlot* slot = slots + ((size_t)l * NUM_LINEARS + k) * SLOTS_PER_LINEAR;
+            int is_fp8 = linear_is_fp8(model, l, (LinearName)k);
+            scale_slot_init(slot + SLOT_OF_INPUT, E4M3_MAX, is_fp8 ? activations : SLOT_UNUSED);
+            scale_slot_init(slot + SLOT_OF_WEIGHT, E4M3_MAX, is_fp8 ? SLOT_WEIGHT : SLOT_UNUSED);
+            scale_slot_init(slot + SLOT_OF_GRADIENT, E5M2_MAX, is_fp8 ? activations : SLOT_UNUSED);
+        }
+    }
+    device_copy_in(model->dev, model->slots, slots, (size_t)model->num_slots * sizeof(ScaleSlot));
+    device_sync(model->dev);
+    free(slots);
+    model->slots_warming = model->train->precision == PRECISION_FP8;
+}
+
+// Everything but the values of the weights: plan, check, allocate, wire. Prints the plan on rank 0.
+// dev and comm are open; dry_run stops before anything is allocated.
+static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config, const TrainConfig* train) {
+    memset(model, 0, sizeof(*model));
+    model->dev = dev;
+    model->comm = comm;
+    model->config = config;
+    model->train = train;
+    model->table = parameter_table(config);
+    ScaleRecipe recipe = {train->amax_history, (AmaxAlgo)train->amax_algo, train->margin, train->headroom};
+    model->recipe = recipe;
+    int L = config.num_layers, C = config.channels, HS = C / config.num_heads;
+    model->num_slots = L * NUM_LINEARS * SLOTS_PER_LINEAR;
+    model->w = (LayerWeights*)calloc_or_die((size_t)L, sizeof(LayerWeights));
+    model->g = (LayerGrads*)calloc_or_die((size_t)L, sizeof(LayerGrads));
+    model->a = (LayerActs*)calloc_or_die((size_t)L, sizeof(LayerActs));
+    model->da = (LayerActGrads*)calloc_or_die((size_t)L, sizeof(LayerActGrads));
+    model->T = train->seq_len;
+    size_t attention = attention_workspace_bytes(dev, train->batch_size, train->seq_len, config.num_heads, HS);
+    size_t matmul = matmul_workspace_bytes(), reduction = reduction_workspace_bytes(dev, 4 * C);
+    model->workspace_bytes = attention > matmul ? attention : matmul;
+    model->workspace_bytes = reduction > model->workspace_bytes ? reduction : model->workspace_bytes;
+    plan_model(model, train->batch_size);
+    if (comm_rank(comm) == 0) { plan_print(&model->plan, stdout); }
+    check_plan_fits(model);
+    if (train->dry_run) { return; }
+
+    model->memory = device_malloc(dev, plan_bytes(&model->plan));
+    plan_place(&model->plan, model->memory);
+    device_set_workspace(dev, model->workspace, model->workspace_bytes);
+    model->scratch.dln = model->scratch.lnf; // the LM head's dgrad comes after its wgrad, chunk by chunk
+    size_t BT = (size_t)model->B * model->T;
+    model->batch = batch_at(model->batch.tokens, BT);
+    for (int l = 0; l < L; l++) {
+        wire_layer(model, l);
+    }
+    init_slots(model);
+    model->counter = token_counter_create(config.vocab_size);
+    model->staging = pinned_malloc(dev, (size_t)train->grad_accum_steps * batch_bytes(BT));
+    model->staged = (Batch*)calloc_or_die((size_t)train->grad_accum_steps, sizeof(Batch));
+    for (int i = 0; i < train->grad_accum_steps; i++) {
+        model->staged[i] = batch_at((char*)model->staging + (size_t)i * batch_bytes(BT), BT);
+    }
+}
+
+static void model_free(Model* model) {
+    if (model->memory != NULL) {
+        device_release(model->dev, model->memory);
+        pinned_release(model->dev, model->staging);
+        token_counter_free(&model->counter);
+    }
+    plan_free(&model->plan);
+    free(model->staged);
+    free(model->w);
+    free(model->g);
+    free(model->a);
+    free(model->da);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// weights: the FP32 master copy is the model; what the passes read is made from it once per step
+
+// The optimizer's view of layer l of tensor t. Linear weights go layer by layer, each with its own slot or BF16 copy.
+static ParamState param_state(Model* model, TensorName t, int l, bf16* param, ScaleSlot* slot, size_t n) {
+    size_t offset = model->table.tensor[t].offset + (size_t)l * model->table.tensor[t].n;
+    ParamState p = {model->master + offset, model->m + offset, model->v + offset, model->grads + offset,
+                    param, slot, 0, 1, n};
+    return p;
+}
+
+// Call visit(model, p, decay, context) for every parameter tensor.
+static void for_each_parameter(Model* model, void (*visit)(Model*, ParamState, int, void*), void* context) {
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &model->table.tensor[t];
+        if (!spec->is_linear) {
+            size_t n = spec->layers * spec->n;
+            visit(model, param_state(model, (TensorName)t, 0, model->params[t], NULL, n), spec->decay, context);
+        }
+    }
+    for (int l = 0; l < model->config.num_layers; l++) {
+        for (int k = 0; k < NUM_LINEARS; k++) {
+            const E4m3Tensor* w = &model->w[l].w[k];
+            TensorName t = linear_weight_tensor[k];
+            ParamState p = param_state(model, t, l, w->wide, w->slot, model->table.tensor[t].n);
+            visit(model, p, model->table.tensor[t].decay, context);
+        }
+    }
+}
+
+static void visit_from_master(Model* model, ParamState p, int decay, void* context) {
+    (void)decay, (void)context;
+    params_from_master(model->dev, p);
+}
+
+static void visit_update(Model* model, ParamState p, int decay, void* context) {
+    AdamW adamw = *(const AdamW*)context;
+    if (!decay) { adamw.weight_decay = 0.0f; }
+    adamw_update(model->dev, p, adamw, model->state);
+}
+
+// Next scales of all slots (weights included, from the amax just measured), then the FP8 weights with their transposes.
+static void update_scales_and_quantize_weights(Model* model) {
+    if (model->train->precision != PRECISION_FP8) { return; }
+    Device* dev = model->dev;
+    scale_slots_gather(dev, model->amaxes, model->slots, model->num_slots);
+    comm_max(model->comm, dev, model->amaxes, (size_t)model->num_slots);
+    scale_slots_step(dev, model->slots, model->amaxes, model->num_slots, model->recipe, model->state);
+    for (int l = 0; l < model->config.num_layers; l++) {
+        for (int k = 0; k < NUM_LINEARS; k++) {
+            if (!linear_is_fp8(model, l, (LinearName)k)) { continue; }
+            const TensorSpec* spec = &model->table.tensor[linear_weight_tensor[k]];
+            const float* master = model->master + spec->offset + (size_t)l * spec->n;
+            quantize_weight(dev, model->w[l].w[k], master, (int)spec->rows, (int)spec->cols);
+        }
+    }
+}
+
+// Take `values` (num_parameters, llm.c's order) as the weights; moments zero, no update done yet.
+static void model_set_weights(Model* model, const float* values) {
+    size_t n_bytes = model->table.num_parameters * sizeof(float);
+    device_copy_in(model->dev, model->master, values, n_bytes);
+    device_zero(model->dev, model->m, n_bytes);
+    device_zero(model->dev, model->v, n_bytes);
+    device_zero(model->dev, model->state, sizeof(StepState));
+    for_each_parameter(model, visit_from_master, NULL);
+    update_scales_and_quantize_weights(model);
+    device_sync(model->dev);
+    model->num_updates = 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// forward
+
+// tokens (BT) on the device -> lnf (BT, C). Writes everything the backward pass reads.
+static void gpt_forward(Model* model, const int* tokens, int B, int T) {
+    Device* dev = model->dev;
+    Scratch* s = &model->scratch;
+    int C = model->config.channels, NH = model->config.num_heads, L = model->config.num_layers, BT = B * T;
+    embedding_forward(dev, model->a[0].in, tokens, model->params[TENSOR_WTE], model->params[TENSOR_WPE], B, T, C);
+    for (int l = 0; l < L; l++) {
+        const LayerWeights* w = &model->w[l];
+        const LayerActs* a = &model->a[l];
+        // what enters the block: the embedding, or the block below's mid + fcproj
+        ResidualAdd enter = {NULL, a->in, NULL, NULL};
+        if (l > 0) {
+            ResidualAdd below = {a->in, model->a[l - 1].mid, s->branch, model->w[l - 1].bias[LINEAR_FCPROJ]};
+            enter = below;
+        }
+        // attention:  mid = in + proj(attention(qkv(ln1(in))))
+        layernorm_forward(dev, a->x[LINEAR_QKV], a->ln1_stats, enter, w->ln1w, w->ln1b, BT, C);
+        matmul_forward(dev, a->qkv, a->x[LINEAR_QKV], w->w[LINEAR_QKV], w->bias[LINEAR_QKV], BT, C, 3 * C);
+        attention_forward(dev, a->x[LINEAR_PROJ].wide, a->lse, a->qkv, B, T, NH, C / NH);
+        quantize_forward(dev, a->x[LINEAR_PROJ], BT, C);
+        matmul_forward(dev, s->branch, a->x[LINEAR_PROJ], w->w[LINEAR_PROJ], NULL, BT, C, C);
+        // mlp:        out = mid + fcproj(gelu(fc(ln2(mid))));  biases of proj, fc, fcproj are added by who reads next
+        ResidualAdd middle = {a->mid, a->in, s->branch, w->bias[LINEAR_PROJ]};
+        layernorm_forward(dev, a->x[LINEAR_FC], a->ln2_stats, middle, w->ln2w, w->ln2b, BT, C);
+        matmul_forward(dev, a->fc, a->x[LINEAR_FC], w->w[LINEAR_FC], NULL, BT, C, 4 * C);
+        gelu_forward(dev, a->x[LINEAR_FCPROJ], a->fc, w->bias[LINEAR_FC], BT, 4 * C);
+        matmul_forward(dev, s->branch, a->x[LINEAR_FCPROJ], w->w[LINEAR_FCPROJ], NULL, BT, 4 * C, C);
+    }
+    ResidualAdd leave = {model->final_residual, model->a[L - 1].mid, s->branch, model->w[L - 1].bias[LINEAR_FCPROJ]};
+    E4m3Tensor lnf = {s->lnf, NULL, NULL, NULL, model->recipe, 0, 0};
+    layernorm_forward(dev, lnf, model->lnf_stats, leave, model->params[TENSOR_LNFW], model->params[TENSOR_LNFB], BT, C);
+}
+
+// LM head and loss of all rows, a chunk of logits at a time: losses (BT) from lnf and targets (BT) on the device.
+// with_gradient: also dwte += and lnf becomes dlnf, both of dloss * sum of losses.
+static void gpt_loss(Model* model, const int* targets, float dloss, int with_gradient, int BT) {
+    Device* dev = model->dev;
+    Scratch* s = &model->scratch;
+    int C = model->config.channels, V = model->config.vocab_size, Vp = model->config.padded_vocab_size;
+    E4m3Tensor wte = {model->params[TENSOR_WTE], NULL, NULL, NULL, model->recipe, 0, 0};
+    for (int row = 0; row < BT; row += model->head_rows) {
+        int rows = BT - row < model->head_rows ? BT - row : model->head_rows;
+        E4m3Tensor x = {s->lnf + (size_t)row * C, NULL, NULL, NULL, model->recipe, 0, 0};
+        E5m2Tensor dlogits = {s->logits, NULL, NULL, NULL, model->recipe, 0, 0};
+        matmul_forward(dev, s->logits, x, wte, NULL, rows, C, Vp);
+        classifier(dev, s->logits, model->losses + row, targets + row, dloss, with_gradient, rows, V, Vp);
+        if (with_gradient) {
+            matmul_wgrad(dev, model->grads + model->table.tensor[TENSOR_WTE].offset, dlogits, x, rows, C, Vp);
+            matmul_dgrad(dev, s->dln + (size_t)row * C, dlogits, wte, rows, C, Vp);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// backward
+
+// dln holds dlnf. Adds to every gradient but the LM head's. Inside, "dy" of a linear is written by the op above it.
+static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
+    Device* dev = model->dev;
+    Scratch* s = &model->scratch;
+    int C = model->config.channels, NH = model->config.num_heads, L = model->config.num_layers, BT = B * T;
+    float* grads = model->grads;
+    const TensorSpec* spec = model->table.tensor;
+    LayerNormBackward last = {model->da[L - 1].dy[LINEAR_FCPROJ], grads + spec[TENSOR_LNFW].offset,
+                              grads + spec[TENSOR_LNFB].offset, model->g[L - 1].bias[LINEAR_FCPROJ], s->dln, NULL,
+                              model->final_residual, model->lnf_stats, model->params[TENSOR_LNFW], BT, C};
+    layernorm_backward(dev, last);
+    for (int l = L - 1; l >= 0; l--) {
+        const LayerWeights* w = &model->w[l];
+        const LayerGrads* g = &model->g[l];
+        const LayerActs* a = &model->a[l];
+        const E5m2Tensor* dy = model->da[l].dy;
+        // mlp
+        matmul_wgrad(dev, g->w[LINEAR_FCPROJ], dy[LINEAR_FCPROJ], a->x[LINEAR_FCPROJ], BT, 4 * C, C);
+        matmul_dgrad(dev, s->dwide, dy[LINEAR_FCPROJ], w->w[LINEAR_FCPROJ], BT, 4 * C, C);
+        gelu_backward(dev, dy[LINEAR_FC], g->bias[LINEAR_FC], s->dwide, a->fc, w->bias[LINEAR_FC], BT, 4 * C);
+        matmul_wgrad(dev, g->w[LINEAR_FC], dy[LINEAR_FC], a->x[LINEAR_FC], BT, C, 4 * C);
+        matmul_dgrad(dev, s->dln, dy[LINEAR_FC], w->w[LINEAR_FC], BT, C, 4 * C);
+        LayerNormBackward middle = {dy[LINEAR_PROJ], g->ln2w, g->ln2b, g->bias[LINEAR_PROJ], s->dln, s->dresidual,
+                                    a->mid, a->ln2_stats, w->ln2w, BT, C};
+        layernorm_backward(dev, middle);
+        // attention
+        matmul_wgrad(dev, g->w[LINEAR_PROJ], dy[LINEAR_PROJ], a->x[LINEAR_PROJ], BT, C, C);
+        matmul_dgrad(dev, s->dln, dy[LINEAR_PROJ], w->w[LINEAR_PROJ], BT, C, C);
+        attention_backward(dev, dy[LINEAR_QKV].wide, s->dln, a->x[LINEAR_PROJ].wide, a->lse, a->qkv, B, T, NH, C / NH);
+        quantize_backward(dev, dy[LINEAR_QKV], g->bias[LINEAR_QKV], BT, 3 * C);
+        matmul_wgrad(dev, g->w[LINEAR_QKV], dy[LINEAR_QKV], a->x[LINEAR_QKV], BT, C, 3 * C);
+        matmul_dgrad(dev, s->dln, dy[LINEAR_QKV], w->w[LINEAR_QKV], BT, C, 3 * C);
+        // what leaves the block downwards: into the block below's fcproj, or into the embedding
+        E5m2Tensor embedding = {s->dresidual, NULL, NULL, NULL, model->recipe, 0, 0};
+        LayerNormBackward enter = {l > 0 ? model->da[l - 1].dy[LINEAR_FCPROJ] : embedding, g->ln1w, g->ln1b,
+                                   l > 0 ? model->g[l - 1].bias[LINEAR_FCPROJ] : NULL, s->dln, s->dresidual,
+                                   a->in, a->ln1_stats, w->ln1w, BT, C};
+        layernorm_backward(dev, enter);
+    }
+    embedding_backward(dev, grads + spec[TENSOR_WTE].offset, grads + spec[TENSOR_WPE].offset, s->dresidual, index, B, T,
+                       C);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// one optimizer step
+
+// Copy a micro-batch to the device through staging buffer i. Returns the device's index.
+static TokenIndex upload_batch(Model* model, int i, const int* tokens, const int* targets, int BT) {
+    Batch* host = &model->staged[i];
+    memcpy(host->tokens, tokens, (size_t)BT * sizeof(int));
+    memcpy(host->targets, targets, (size_t)BT * sizeof(int));
+    host->index.num_buckets = token_index_build(&model->counter, host->index.rows, host->index.bucket_token,
+                                                host->index.bucket_start, tokens, BT);
+    device_copy_in(model->dev, model->batch.tokens, host->tokens, batch_bytes((size_t)model->B * model->T));
+    TokenIndex index = model->batch.index;
+    index.num_buckets = host->index.num_buckets;
+    return index;
+}
+
+// Gradients of the mean loss over grad_accum_steps micro-batches of all ranks, into model->grads; loss into the state.
+static void accumulate_gradients(Model* model, DataLoader* loader) {
+    Device* dev = model->dev;
+    int B = model->B, T = model->T, BT = B * T, accum = model->train->grad_accum_steps;
+    float dloss = 1.0f / ((float)BT * (float)accum * (float)comm_num_ranks(model->comm));
+    device_zero(dev, model->grads, model->table.num_parameters * sizeof(float));
+    device_zero(dev, model->state, sizeof(StepState));
+    set_scaling(model, model->slots_warming > 0, 1);
+    for (int i = 0; i < accum; i++) {
+        dataloader_next(loader);
+        TokenIndex index = upload_batch(model, i, loader->inputs, loader->targets, BT);
+        gpt_forward(model, model->batch.tokens, B, T);
+        gpt_loss(model, model->batch.targets, dloss, 1, BT);
+        loss_add(dev, model->state, model->losses, dloss, (size_t)BT);
+        gpt_backward(model, index, B, T);
+    }
+    comm_sum(model->comm, dev, model->grads, model->table.num_parameters);
+    comm_sum(model->comm, dev, &model->state->loss, 1);
+    global_norm(dev, model->state, model->grads, model->table.num_parameters);
+}
+
+// The update, from gradients that are already there. apply = 0 leaves the weights (an outlier that the caller skips).
+static void update(Model* model, float learning_rate, int apply) {
+    const TrainConfig* t = model->train;
+    AdamW adamw = {learning_rate, t->beta1, t->beta2, t->eps, t->weight_decay, t->grad_clip, model->num_updates + 1};
+    if (apply) { for_each_parameter(model, visit_update, &adamw); }
+    update_scales_and_quantize_weights(model);
+}
+
+static StepState read_state(Model* model) {
+    StepState state;
+    device_copy_out(model->dev, &state, model->state, sizeof(state));
+    return state;
+}
+
+// One whole optimizer step. Returns what happened; skipped: 0 no, 1 not finite, 2 outlier (-sl, -sg).
+typedef struct {
+    StepState state;
+    int skipped;
+} StepResult;
+
+static StepResult train_step(Model* model, DataLoader* loader, float learning_rate, OutlierDetector* loss_outliers,
+                             OutlierDetector* norm_outliers) {
+    const TrainConfig* t = model->train;
+    StepResult result;
+    memset(&result, 0, sizeof(result));
+    accumulate_gradients(model, loader);
+    if (t->skip_loss_z > 0.0f || t->skip_grad_z > 0.0f) { // only these flags make the host wait before the update
+        result.state = read_state(model);
+        double loss_z = outlier_detector_update(loss_outliers, result.state.loss);
+        double norm_z = outlier_detector_update(norm_outliers, result.state.grad_norm);
+        if (t->skip_loss_z > 0.0f && isfinite(loss_z) && loss_z > t->skip_loss_z) { result.skipped = 2; }
+        if (t->skip_grad_z > 0.0f && isfinite(norm_z) && norm_z > t->skip_grad_z) { result.skipped = 2; }
+    }
+    update(model, learning_rate, result.skipped == 0);
+    result.state = read_state(model);
+    if (result.state.skip) { result.skipped = 1; }
+    model->num_updates += result.skipped == 0;
+    model->slots_warming = result.state.slots_warming;
+    return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// evaluation: forward only, amaxes not recorded, so that looking at a run does not change it
+
+// Mean loss over the first num_batches batches of the loader, over all ranks.
+static float validate(Model* model, DataLoader* loader, int num_batches) {
+    int BT = model->B * model->T;
+    float factor = 1.0f / ((float)BT * (float)comm_num_ranks(model->comm));
+    double sum = 0.0;
+    set_scaling(model, model->slots_warming > 0, 0);
+    dataloader_rewind(loader);
+    for (int i = 0; i < num_batches; i++) {
+        dataloader_next(loader);
+        device_zero(model->dev, model->state, sizeof(StepState));
+        upload_batch(model, 0, loader->inputs, loader->targets, BT);
+        gpt_forward(model, model->batch.tokens, model->B, model->T);
+        gpt_loss(model, model->batch.targets, 0.0f, 0, BT);
+        loss_add(model->dev, model->state, model->losses, factor, (size_t)BT);
+        comm_sum(model->comm, model->dev, &model->state->loss, 1);
+        sum += read_state(model).loss;
+    }
+    return (float)(sum / num_batches);
+}
+
+#define SAMPLE_STREAM 1 // of the counter-based generator: text samples
+
+// The next token after tokens (t of them), drawn with temperature and top-k from the model's distribution.
+// logits: host scratch (V). draw: which random number of the sample stream.
+static int sample_next(Model* model, const int* tokens, int t, float* logits, uint64_t draw) {
+    const TrainConfig* train = model->train;
+    int C = model->config.channels, V = model->config.vocab_size, Vp = model->config.padded_vocab_size;
+    // a multiple of 64 rows, so that shapes repeat (plans are cached per shape) and FP8 products can take them
+    int capacity = model->B * model->T < model->config.max_seq_len ? model->B * model->T : model->config.max_seq_len;
+    int T = (t + 63) / 64 * 64 < capacity ? (t + 63) / 64 * 64 : capacity;
+    Batch* host = &model->staged[0];
+    for (int i = 0; i < T; i++) {
+        host->tokens[i] = i < t ? tokens[i] : tokens[t - 1]; // causal: what comes after t cannot be seen
+    }
+    device_copy_in(model->dev, model->batch.tokens, host->tokens, (size_t)T * sizeof(int));
+    gpt_forward(model, model->batch.tokens, 1, T);
+    E4m3Tensor last = {model->scratch.lnf + (size_t)(t - 1) * C, NULL, NULL, NULL, model->recipe, 0, 0};
+    E4m3Tensor wte = {model->params[TENSOR_WTE], NULL, NULL, NULL, model->recipe, 0, 0};
+    matmul_forward(model->dev, model->scratch.logits, last, wte, NULL, 1, C, Vp);
+    bf16_to_host(model->dev, logits, model->scratch.logits, (size_t)V);
+    return sample_token(logits, V, train->sample_temperature, train->sample_top_k,
+                        rng_uniform((uint64_t)train->seed, SAMPLE_STREAM, draw));
+}
+
+// Print a continuation of the prompt. Same model, same seed: same text.
+static void generate(Model* model, const Tokenizer* tokenizer) {
+    const TrainConfig* train = model->train;
+    int capacity = model->B * model->T < model->config.max_seq_len ? model->B * model->T : model->config.max_seq_len;
+    int* tokens = (int*)malloc_or_die((size_t)capacity * sizeof(int));
+    float* logits = (float*)malloc_or_die((size_t)model->config.vocab_size * sizeof(float));
+    set_scaling(model, model->slots_warming > 0, 0);
+    int t = 0;
+    tokens[t++] = tokenizer->end_of_text < model->config.vocab_size ? tokenizer->end_of_text : 0;
+    for (const char* p = train->prompt; *p != 0 && t < capacity; p++) {
+        tokens[t++] = (unsigned char)*p;
+    }
+    printf("sample: ");
+    for (int i = 0; i < t; i++) {
+        if (i > 0) { tokenizer_print(tokenizer, tokens[i], stdout); }
+    }
+    for (int i = 0; i < train->sample_length && t < capacity; i++) {
+        tokens[t] = sample_next(model, tokens, t, logits, (uint64_t)i);
+        tokenizer_print(tokenizer, tokens[t++], stdout);
+    }
+    printf("\n");
+    fflush(stdout);
+    free(tokens);
+    free(logits);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the model's values: from random numbers, from a file, to a file
+
+// llm.c's initialisation, number for number: MT19937 seeded with 42 (--seed), drawn in PyTorch's order of modules, each
+// value rounded to BF16 (GPT-2: N(0, 0.02), projections into the residual stream scaled by 1/sqrt(2L)).
+static void initial_weights(float* values, const ParameterTable* table, const GptConfig* config, uint32_t seed) {
+    Mt19937 mt;
+    mt_seed(&mt, seed);
+    memset(values, 0, table->num_parameters * sizeof(float));
+    for (int l = 0; l < config->num_layers; l++) {
+        for (int t = 0; t < NUM_TENSORS; t++) {
+            const TensorSpec* spec = &table->tensor[t];
+            if (l >= spec->layers) { continue; }
+            float* layer = values + spec->offset + (size_t)l * spec->n;
+            size_t n = t == TENSOR_WTE ? (size_t)config->vocab_size * spec->cols : spec->n; // padding rows stay zero
+            if (spec->init == INIT_ONE) {
+                for (size_t i = 0; i < n; i++) {
+                    layer[i] = 1.0f;
+                }
+            } else if (spec->init != INIT_ZERO) {
+                float residual_scale = 1.0f / sqrtf(2.0f * (float)config->num_layers);
+                mt_normal(&mt, layer, n, 0.0f, spec->init == INIT_NORMAL ? 0.02f : 0.02f * residual_scale);
+                for (size_t i = 0; i < n; i++) {
+                    layer[i] = bf16_round(layer[i]);
+                }
+            }
+        }
+    }
+}
+
+// Write the master weights as an llm.c BF16 model file.
+static void save_model(Model* model, const char* path) {
+    size_t n_bytes = model->table.num_parameters * sizeof(float);
+    float* values = (float*)malloc_or_die(n_bytes);
+    device_copy_out(model->dev, values, model->master, n_bytes);
+    checkpoint_write_model(path, &model->config, values, CHECKPOINT_BF16);
+    free(values);
+    printf("wrote %s\n", path);
+}
