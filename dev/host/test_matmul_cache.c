@@ -1,0 +1,160 @@
+// The file of matmul algorithms: what was written is read back, and nothing damaged is believed.
+#include "../../lib/matmul_cache.h"
+#include "unit.h"
+
+static const char* path = "build_test_matmul_cache.txt";
+
+static MatmulCacheEntry make_entry(int seed) {
+    MatmulCacheEntry entry;
+    memset(&entry, 0, sizeof(entry));
+    snprintf(entry.key, sizeof(entry.key), "NVIDIA H200, cuBLASLt 130100, dgrad e5m2, rows %d, C 768, OC 2304", 64 * seed);
+    entry.microseconds = 12.5 * seed;
+    for (int i = 0; i < MATMUL_ALGO_WORDS; i++) {
+        entry.algo[i] = (uint64_t)seed * 0x9E3779B97F4A7C15u + (uint64_t)i;
+    }
+    return entry;
+}
+
+static void write_entries(int n) {
+    MatmulCache cache = {NULL, 0};
+    for (int i = 1; i <= n; i++) {
+        MatmulCacheEntry entry = make_entry(i);
+        matmul_cache_put(&cache, &entry);
+    }
+    matmul_cache_save(&cache, path);
+    matmul_cache_clear(&cache);
+}
+
+static size_t read_text(char* text, size_t size) {
+    FILE* f = fopen_or_die(path, "r");
+    size_t length = fread(text, 1, size, f);
+    fclose(f);
+    return length;
+}
+
+static void write_text(const char* text, size_t length) {
+    FILE* f = fopen_or_die(path, "w");
+    fwrite_or_die(text, length, f, path);
+    fclose_or_die(f, path);
+}
+
+// Number of entries found in the file, with the warning it gives (empty: none) in `warning`.
+static int load_count(char* warning, size_t size) {
+    FILE* sink = tmpfile();
+    check(sink != NULL, "no temporary file: %s", strerror(errno));
+    fflush(stderr);
+    int kept = dup(2);
+    dup2(fileno(sink), 2);
+    MatmulCache cache = {NULL, 0};
+    matmul_cache_load(&cache, path);
+    fflush(stderr);
+    dup2(kept, 2);
+    close(kept);
+    rewind(sink);
+    size_t length = fread(warning, 1, size - 1, sink);
+    warning[length] = 0;
+    fclose(sink);
+    int count = cache.num_entries;
+    matmul_cache_clear(&cache);
+    return count;
+}
+
+static void test_round_trip(void) {
+    write_entries(5);
+    MatmulCache cache = {NULL, 0};
+    matmul_cache_load(&cache, path);
+    expect(cache.num_entries == 5, "%d entries, want 5", cache.num_entries);
+    for (int i = 1; i <= 5; i++) {
+        MatmulCacheEntry want = make_entry(i);
+        const MatmulCacheEntry* got = matmul_cache_find(&cache, want.key);
+        expect(got != NULL && memcmp(got->algo, want.algo, sizeof(want.algo)) == 0, "entry %d lost or changed", i);
+        expect(got != NULL && got->microseconds == want.microseconds, "time of entry %d changed", i);
+    }
+    expect(matmul_cache_find(&cache, "another key") == NULL, "found what is not there");
+    MatmulCacheEntry replaced = make_entry(3);
+    replaced.algo[7] = 42;
+    matmul_cache_put(&cache, &replaced);
+    expect(cache.num_entries == 5, "replacing made %d entries, want 5", cache.num_entries);
+    expect(matmul_cache_find(&cache, replaced.key)->algo[7] == 42, "entry was not replaced");
+    matmul_cache_clear(&cache);
+}
+
+static void test_missing_file_is_empty(void) {
+    char warning[1024];
+    unlink(path);
+    int count = load_count(warning, sizeof(warning));
+    expect(count == 0 && warning[0] == 0, "%d entries and '%s', want none and no warning", count, warning);
+}
+
+// Every single-character change and every truncation is noticed: one warning line, nothing taken over.
+static void test_damage(void) {
+    static char text[8192], damaged[8192];
+    char warning[1024];
+    write_entries(3);
+    size_t length = read_text(text, sizeof(text));
+    expect(load_count(warning, sizeof(warning)) == 3 && warning[0] == 0, "the undamaged file gave '%s'", warning);
+    for (size_t i = 0; i < length; i++) {
+        memcpy(damaged, text, length);
+        damaged[i] = text[i] == '7' ? '8' : '7';
+        write_text(damaged, length);
+        int count = load_count(warning, sizeof(warning));
+        expect(count == 0, "character %zu changed: %d entries believed", i, count);
+        char* end = strchr(warning, '\n');
+        expect(strncmp(warning, "warning: ", 9) == 0 && end != NULL && end[1] == 0, "character %zu: '%s'", i, warning);
+    }
+    for (size_t i = 0; i < length; i += 7) {
+        write_text(text, i);
+        expect(load_count(warning, sizeof(warning)) == 0 && warning[0] != 0, "cut at %zu of %zu: believed", i, length);
+    }
+    memset(damaged, 'x', sizeof(damaged)); // no line end anywhere
+    write_text(damaged, sizeof(damaged));
+    expect(load_count(warning, sizeof(warning)) == 0 && warning[0] != 0, "8 KiB of x were believed");
+    unlink(path);
+}
+
+static void save_to(void* arg) {
+    MatmulCache cache = {NULL, 0};
+    matmul_cache_save(&cache, (const char*)arg);
+}
+
+static void lock_of(void* arg) { matmul_cache_lock((const char*)arg); }
+
+static void test_unwritable_place(void) {
+    expect_dies(save_to, (void*)"no_such_folder/algorithms.txt", "no_such_folder/algorithms.txt");
+    expect_dies(lock_of, (void*)"no_such_folder/algorithms.txt", "no_such_folder/algorithms.txt.lock");
+}
+
+// A second process waits until the first has left, and then reads what the first wrote.
+static void test_lock_excludes(void) {
+    char warning[1024], name[256];
+    unlink(path);
+    int lock = matmul_cache_lock(path);
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        close(lock); // the inherited copy holds the parent's lock as well
+        int inner = matmul_cache_lock(path);
+        int count = load_count(warning, sizeof(warning));
+        matmul_cache_unlock(inner);
+        _exit(count);
+    }
+    usleep(50000); // time for a child that does not wait to find no file
+    write_entries(4);
+    matmul_cache_unlock(lock);
+    int status = 0;
+    waitpid(child, &status, 0);
+    expect(WIFEXITED(status) && WEXITSTATUS(status) == 4, "the second process saw %d entries, want 4",
+           WEXITSTATUS(status));
+    unlink(path);
+    snprintf(name, sizeof(name), "%s.lock", path);
+    unlink(name);
+}
+
+int main(void) {
+    unit_run(test_round_trip);
+    unit_run(test_missing_file_is_empty);
+    unit_run(test_damage);
+    unit_run(test_unwritable_place);
+    unit_run(test_lock_excludes);
+    return unit_report();
+}
