@@ -168,15 +168,14 @@ typedef struct {
 static const TensorName linear_weight_tensor[NUM_LINEARS] = {TENSOR_QKVW, TENSOR_PROJW, TENSOR_FCW, TENSOR_FCPROJW};
 static const TensorName linear_bias_tensor[NUM_LINEARS] = {TENSOR_QKVB, TENSOR_PROJB, TENSOR_FCB, TENSOR_FCPROJB};
 
-// The linear's shape: y (rows, OC) = x (rows, IC) w (OC, IC)^T + bias.
-static int linear_inputs(const Model* model, LinearName k) { return (k == LINEAR_FCPROJ ? 4 : 1) * model->config.channels; }
-static int linear_outputs(const Model* model, LinearName k) {
-    return (k == LINEAR_QKV ? 3 : k == LINEAR_FC ? 4 : 1) * model->config.channels;
+// Columns of the linear's input: y (rows, OC) = x (rows, IC) w (OC, IC)^T + bias.
+static int linear_inputs(const Model* model, LinearName k) {
+    return (k == LINEAR_FCPROJ ? 4 : 1) * model->config.channels;
 }
 
 // Does linear k of layer l compute in FP8? (--precision, --bf16-layers, --bf16-ops)
 static int linear_is_fp8(const Model* model, int l, LinearName k) {
-    return config_linear_is_fp8(model->train, &model->config, l, 1 << k); // BF16_OP_* bits are in the order of LinearName
+    return config_linear_is_fp8(model->train, &model->config, l, 1 << k); // BF16_OP_* bits: in the order of LinearName
 }
 
 static ScaleSlot* slot_of(const Model* model, int l, LinearName k, SlotName s) {
@@ -658,31 +657,34 @@ static StepState read_state(Model* model) {
     return state;
 }
 
-// One whole optimizer step. Returns what happened; skipped: 0 no, 1 not finite, 2 outlier (-sl, -sg).
-typedef struct {
-    StepState state;
-    int skipped;
-} StepResult;
+typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_OUTLIER } StepVerdict;
 
-static StepResult train_step(Model* model, DataLoader* loader, float learning_rate, OutlierDetector* loss_outliers,
-                             OutlierDetector* norm_outliers) {
+// One whole optimizer step at `learning_rate`. Fills the report's loss, norm, z-scores, skipped and slots_warming.
+// A step whose loss or norm is not finite leaves the weights as they were, to the bit; so does an outlier (-sl, -sg).
+static StepVerdict train_step(Model* model, DataLoader* loader, float learning_rate, OutlierDetector* loss_outliers,
+                              OutlierDetector* norm_outliers, StepReport* report) {
     const TrainConfig* t = model->train;
-    StepResult result;
-    memset(&result, 0, sizeof(result));
+    int may_skip = t->skip_loss_z > 0.0f || t->skip_grad_z > 0.0f;
+    int outlier = 0;
     accumulate_gradients(model, loader);
-    if (t->skip_loss_z > 0.0f || t->skip_grad_z > 0.0f) { // only these flags make the host wait before the update
-        result.state = read_state(model);
-        double loss_z = outlier_detector_update(loss_outliers, result.state.loss);
-        double norm_z = outlier_detector_update(norm_outliers, result.state.grad_norm);
-        if (t->skip_loss_z > 0.0f && isfinite(loss_z) && loss_z > t->skip_loss_z) { result.skipped = 2; }
-        if (t->skip_grad_z > 0.0f && isfinite(norm_z) && norm_z > t->skip_grad_z) { result.skipped = 2; }
+    if (may_skip) { // only then does the host wait before the update
+        StepState state = read_state(model);
+        report->loss_z = outlier_update(loss_outliers, state.loss);
+        report->grad_norm_z = outlier_update(norm_outliers, state.grad_norm);
+        outlier = outlier_skips(report->loss_z, t->skip_loss_z) || outlier_skips(report->grad_norm_z, t->skip_grad_z);
     }
-    update(model, learning_rate, result.skipped == 0);
-    result.state = read_state(model);
-    if (result.state.skip) { result.skipped = 1; }
-    model->num_updates += result.skipped == 0;
-    model->slots_warming = result.state.slots_warming;
-    return result;
+    update(model, learning_rate, !outlier);
+    StepState state = read_state(model);
+    if (!may_skip) {
+        report->loss_z = outlier_update(loss_outliers, state.loss);
+        report->grad_norm_z = outlier_update(norm_outliers, state.grad_norm);
+    }
+    report->loss = state.loss;
+    report->grad_norm = state.grad_norm;
+    report->slots_warming = model->slots_warming = state.slots_warming;
+    report->skipped = state.skip || outlier;
+    model->num_updates += !report->skipped;
+    return state.skip ? STEP_NOT_FINITE : outlier ? STEP_OUTLIER : STEP_APPLIED;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -732,27 +734,39 @@ static int sample_next(Model* model, const int* tokens, int t, float* logits, ui
                         rng_uniform((uint64_t)train->seed, SAMPLE_STREAM, draw));
 }
 
+// Print token `id` as text, or as a number when there is no vocabulary (tokenizer NULL).
+static void print_token(const Tokenizer* tokenizer, int id) {
+    if (tokenizer == NULL || id >= tokenizer->vocab_size) {
+        printf("%d ", id);
+        return;
+    }
+    size_t length;
+    const char* bytes = tokenizer_decode(tokenizer, id, &length);
+    for (size_t i = 0; i < length; i++) { // control characters would garble the terminal
+        unsigned char byte = (unsigned char)bytes[i];
+        putchar(byte >= 32 || byte == '\n' || byte == '\t' ? byte : '.');
+    }
+}
+
 // Print a continuation of the prompt. Same model, same seed: same text.
 static void generate(Model* model, const Tokenizer* tokenizer) {
     const TrainConfig* train = model->train;
     int capacity = model->B * model->T < model->config.max_seq_len ? model->B * model->T : model->config.max_seq_len;
     int* tokens = (int*)malloc_or_die((size_t)capacity * sizeof(int));
     float* logits = (float*)malloc_or_die((size_t)model->config.vocab_size * sizeof(float));
+    int end_of_text = tokenizer != NULL ? tokenizer->end_of_text : model->config.vocab_size - 1;
     set_scaling(model, model->slots_warming > 0, 0);
     int t = 0;
-    tokens[t++] = tokenizer->end_of_text < model->config.vocab_size ? tokenizer->end_of_text : 0;
+    tokens[t++] = end_of_text < model->config.vocab_size ? end_of_text : 0;
     for (const char* p = train->prompt; *p != 0 && t < capacity; p++) {
-        tokens[t++] = (unsigned char)*p;
+        tokens[t++] = (unsigned char)*p; // a prompt implies the byte-level vocabulary, see main
     }
-    printf("sample: ");
-    for (int i = 0; i < t; i++) {
-        if (i > 0) { tokenizer_print(tokenizer, tokens[i], stdout); }
-    }
+    printf("--- sample ---\n%s", train->prompt);
     for (int i = 0; i < train->sample_length && t < capacity; i++) {
         tokens[t] = sample_next(model, tokens, t, logits, (uint64_t)i);
-        tokenizer_print(tokenizer, tokens[t++], stdout);
+        print_token(tokenizer, tokens[t++]);
     }
-    printf("\n");
+    printf("\n--------------\n");
     fflush(stdout);
     free(tokens);
     free(logits);
@@ -761,31 +775,17 @@ static void generate(Model* model, const Tokenizer* tokenizer) {
 // ---------------------------------------------------------------------------------------------------------------------
 // the model's values: from random numbers, from a file, to a file
 
-// llm.c's initialisation, number for number: MT19937 seeded with 42 (--seed), drawn in PyTorch's order of modules, each
-// value rounded to BF16 (GPT-2: N(0, 0.02), projections into the residual stream scaled by 1/sqrt(2L)).
-static void initial_weights(float* values, const ParameterTable* table, const GptConfig* config, uint32_t seed) {
-    Mt19937 mt;
-    mt_seed(&mt, seed);
-    memset(values, 0, table->num_parameters * sizeof(float));
-    for (int l = 0; l < config->num_layers; l++) {
-        for (int t = 0; t < NUM_TENSORS; t++) {
-            const TensorSpec* spec = &table->tensor[t];
-            if (l >= spec->layers) { continue; }
-            float* layer = values + spec->offset + (size_t)l * spec->n;
-            size_t n = t == TENSOR_WTE ? (size_t)config->vocab_size * spec->cols : spec->n; // padding rows stay zero
-            if (spec->init == INIT_ONE) {
-                for (size_t i = 0; i < n; i++) {
-                    layer[i] = 1.0f;
-                }
-            } else if (spec->init != INIT_ZERO) {
-                float residual_scale = 1.0f / sqrtf(2.0f * (float)config->num_layers);
-                mt_normal(&mt, layer, n, 0.0f, spec->init == INIT_NORMAL ? 0.02f : 0.02f * residual_scale);
-                for (size_t i = 0; i < n; i++) {
-                    layer[i] = bf16_round(layer[i]);
-                }
-            }
+// The weights that the run starts from: of the model file (which *values already holds), or llm.c's initialisation.
+static void start_weights(Model* model, float* values) {
+    if (values == NULL) {
+        values = (float*)malloc_or_die(model->table.num_parameters * sizeof(float));
+        checkpoint_init_model(values, &model->config, (uint32_t)model->train->seed);
+        for (size_t i = 0; i < model->table.num_parameters; i++) {
+            values[i] = bf16_round(values[i]); // llm.c's masters start from BF16 weights
         }
     }
+    model_set_weights(model, values);
+    free(values);
 }
 
 // Write the master weights as an llm.c BF16 model file.
@@ -793,7 +793,176 @@ static void save_model(Model* model, const char* path) {
     size_t n_bytes = model->table.num_parameters * sizeof(float);
     float* values = (float*)malloc_or_die(n_bytes);
     device_copy_out(model->dev, values, model->master, n_bytes);
-    checkpoint_write_model(path, &model->config, values, CHECKPOINT_BF16);
+    checkpoint_write_model(path, &model->config, values, MODEL_FILE_BF16);
     free(values);
     printf("wrote %s\n", path);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the loop
+
+// Everything main holds beside the model.
+typedef struct {
+    DataLoader train_loader, val_loader;
+    int has_val;
+    Tokenizer tokenizer;
+    int has_tokenizer;
+    Logger logger;
+    int num_steps;       // optimizer steps
+    int num_val_batches; // per validation
+    double step_floor_s; // what the roofline allows for a step, seconds
+} Run;
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static void open_data(Run* run, const TrainConfig* train, const GptConfig* config) {
+    DataOptions options = {train->batch_size, train->seq_len, train->rank, train->num_ranks, config->vocab_size,
+                           DATA_SHUFFLED, (uint32_t)train->seed};
+    if (train->overfit_single_batch) { options.order = DATA_IN_ORDER; }
+    dataloader_open(&run->train_loader, train->overfit_single_batch ? train->val_data : train->train_data, options);
+    run->num_steps = train->max_steps;
+    if (run->num_steps == -1) { run->num_steps = (int)(run->train_loader.num_tokens / train->total_batch_tokens); }
+    run->has_val = train->val_data[0] != 0 && train->val_every > 0;
+    if (run->has_val) {
+        options.order = DATA_IN_ORDER;
+        dataloader_open(&run->val_loader, train->val_data, options);
+        run->num_val_batches = train->val_max_steps == -1 ? (int)run->val_loader.num_batches : train->val_max_steps;
+    }
+}
+
+// Every rank must run the same thing: the configurations' hashes are compared.
+static void check_ranks_agree(Comm* comm, const TrainConfig* train, const GptConfig* config) {
+    int64_t hash = (int64_t)(config_hash(train, config) >> 1), low, high;
+    comm_host_min_max(comm, hash, &low, &high);
+    check(low == high, "the ranks were started with different settings: hash %016llx on rank %d, others differ",
+          (unsigned long long)hash, train->rank);
+}
+
+// Is this step one of every N, or the last? (0: never)
+static int is_due(int step, int every, int last_step) { return every > 0 && (step % every == 0 || last_step); }
+
+// Validation and text samples that are due before step `step` trains (or after the last one).
+static void look_at_model(Run* run, Model* model, int step, int last_step) {
+    const TrainConfig* train = model->train;
+    int is_first_rank = comm_rank(model->comm) == 0;
+    if (run->has_val && is_due(step, train->val_every, last_step)) {
+        float loss = validate(model, &run->val_loader, run->num_val_batches);
+        logger_log_val(&run->logger, step, (int64_t)step * train->total_batch_tokens, loss);
+        if (is_first_rank) {
+            printf("val loss %.6f", loss);
+            if (train->floor_loss > 0.0f) { printf(" (floor %.6f)", train->floor_loss); }
+            printf("\n");
+            fflush(stdout);
+        }
+    }
+    if (is_first_rank && step > 0 && is_due(step, train->sample_every, last_step)) {
+        generate(model, run->has_tokenizer ? &run->tokenizer : NULL);
+    }
+}
+
+// Train for run->num_steps steps. Returns 0, or 1 when too many steps in a row were not finite.
+static int train_loop(Run* run, Model* model) {
+    const TrainConfig* train = model->train;
+    int is_first_rank = comm_rank(model->comm) == 0, skips_in_a_row = 0;
+    OutlierDetector loss_outliers, norm_outliers;
+    RateMeter meter;
+    memset(&loss_outliers, 0, sizeof(loss_outliers));
+    memset(&norm_outliers, 0, sizeof(norm_outliers));
+    memset(&meter, 0, sizeof(meter));
+    double total_s = 0.0;
+    for (int step = 0; step <= run->num_steps; step++) {
+        int last_step = step == run->num_steps;
+        look_at_model(run, model, step, last_step);
+        if (last_step) { break; }
+        if (train->overfit_single_batch) { dataloader_rewind(&run->train_loader); }
+
+        StepReport report;
+        memset(&report, 0, sizeof(report));
+        report.step = step;
+        report.tokens = (int64_t)(step + 1) * train->total_batch_tokens;
+        report.learning_rate = schedule_learning_rate(train, run->num_steps, step);
+        double start = seconds_now();
+        StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, &loss_outliers,
+                                         &norm_outliers, &report);
+        double elapsed = seconds_now() - start;
+        if (step > 0) { total_s += elapsed; } // the first step holds start-up work
+        report.ms = 1e3 * elapsed;
+        report.tokens_per_s = rate_update(&meter, train->total_batch_tokens, report.ms);
+        report.roofline_fraction = run->step_floor_s / elapsed;
+        logger_log_step(&run->logger, &report);
+        if (is_first_rank && (step % train->log_every == 0 || step + 1 == run->num_steps || report.skipped)) {
+            logger_print_step(stdout, &report, run->num_steps);
+        }
+        skips_in_a_row = verdict == STEP_NOT_FINITE ? skips_in_a_row + 1 : 0;
+        if (skips_in_a_row >= train->max_skips) {
+            if (is_first_rank) {
+                fprintf(stderr, "error: stopped at step %d: %d steps in a row had a loss or gradient norm that is not "
+                        "finite (loss %g, norm %g), --max-skips allows fewer; the weights are those of the last good "
+                        "step\n", step + 1, skips_in_a_row, (double)report.loss, (double)report.grad_norm);
+            }
+            return 1;
+        }
+    }
+    if (is_first_rank && run->num_steps > 1) {
+        printf("mean of steps 2 to %d: %.2f ms, %.0f tok/s\n", run->num_steps, 1e3 * total_s / (run->num_steps - 1),
+               (double)train->total_batch_tokens * (run->num_steps - 1) / total_s);
+    }
+    return 0;
+}
+
+#ifndef TESTING
+int main(int argc, char** argv) {
+    TrainConfig train;
+    GptConfig config;
+    config_parse(&train, &config, argc, argv);
+    Comm* comm = comm_create(&argc, &argv);
+    int rank = comm_rank(comm);
+    DeviceOptions options = {comm_local_rank(comm), train.threads, train.precision == PRECISION_FP32,
+                             (AttentionKind)train.attention};
+    Device* dev = device_create(options);
+    comm_connect(comm, dev);
+
+    float* weights = NULL; // from a model file; NULL: initialised
+    if (config_model_is_file(&train)) { checkpoint_read_model(train.model, &config, &weights); }
+    config_finish(&train, &config, comm_num_ranks(comm), rank);
+    check_ranks_agree(comm, &train, &config);
+    check(train.prompt[0] == 0 || strcmp(train.tokenizer, "byte") == 0,
+          "--prompt needs --tokenizer byte, found '%s'", train.tokenizer);
+
+    Run run;
+    memset(&run, 0, sizeof(run));
+    run.has_tokenizer = train.tokenizer[0] != 0;
+    if (run.has_tokenizer) { tokenizer_init(&run.tokenizer, train.tokenizer); }
+    if (!train.dry_run) { open_data(&run, &train, &config); }
+    if (rank == 0) {
+        config_print(stdout, &train, &config);
+        printf("| %-23s | %-52s |\n| %-23s | %-52s |\n", "device", device_name(dev), "attention",
+               device_attention_name(dev));
+    }
+    Chip chip = device_chip(dev);
+    run.step_floor_s = roofline_step_seconds(&chip, &config, &train);
+    Model model;
+    model_create(&model, dev, comm, config, &train);
+    int status = EXIT_SUCCESS;
+    if (train.dry_run) {
+        if (rank == 0) { roofline_print(stdout, &chip, &config, &train); }
+    } else {
+        start_weights(&model, weights);
+        logger_open(&run.logger, &train, &config);
+        status = train_loop(&run, &model);
+        if (rank == 0 && train.save_model[0] != 0) { save_model(&model, train.save_model); }
+        logger_close(&run.logger);
+        dataloader_close(&run.train_loader);
+        if (run.has_val) { dataloader_close(&run.val_loader); }
+    }
+    if (run.has_tokenizer) { tokenizer_free(&run.tokenizer); }
+    model_free(&model);
+    comm_free(comm);
+    device_free(dev);
+    return status;
+}
+#endif

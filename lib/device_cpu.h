@@ -15,8 +15,16 @@
 #include <omp.h>
 #endif
 
+struct Device; // inside a namespace: its own, although floor.h says `struct Device` where a global one is in sight
+struct Comm;
+
 #include "check.h"
 #include "floor.h"
+#include "roofline.h"
+
+#ifndef _OPENMP
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // without OpenMP the same lines run on one thread
+#endif
 
 // Memory that grows on demand and is kept: one per thread and one shared, so that ops allocate nothing once warm.
 typedef struct {
@@ -94,9 +102,9 @@ static inline size_t cpu_file_number(const char* path, size_t missing) {
 
 // Open the CPU. num_threads 0 = as many as OpenMP gives us (OMP_NUM_THREADS, else the cores this process may use).
 Device* device_create(DeviceOptions options) {
-    Device* dev = (Device*)calloc_or_die(1, sizeof(Device));
     check(options.num_threads >= 0, "threads: %d, want 0 (all) or more", options.num_threads);
     check(options.attention != ATTENTION_CUDNN, "attention cudnn needs a GPU; the CPU build has its builtin one");
+    Device* dev = (Device*)calloc_or_die(1, sizeof(Device));
 #ifdef _OPENMP
     dev->num_threads = options.num_threads > 0 ? options.num_threads : omp_get_max_threads();
 #else
@@ -123,6 +131,11 @@ void device_free(Device* dev) {
 }
 
 const char* device_name(const Device* dev) { return dev->name; }
+
+#ifndef __CUDACC__ // the test program, which holds both floors, measures no CPU
+// The peaks of the cores that this Device uses, measured in about a tenth of a second.
+static inline Chip device_chip(const Device* dev) { return chip_measured(dev->num_threads); }
+#endif
 
 const char* device_attention_name(const Device* dev) {
     (void)dev;
