@@ -1,0 +1,271 @@
+// Log files line by line, outlier scores against llm.c's formula, and folders and disks that do not cooperate.
+#include "logger.h"
+
+#include <unistd.h>
+
+#include "unit.h"
+
+static char folder[64]; // temporary, removed at the end
+
+static void setup(TrainConfig* train, GptConfig* gpt, const char* output_dir) {
+    char* argv[] = {"test", "-e", "d2", "--dry-run", "--prompt", "say \"x\"\\\n", "-o", (char*)(uintptr_t)output_dir};
+    config_parse(train, gpt, 8, argv);
+    config_finish(train, gpt, 1, 0);
+}
+
+static StepReport a_step(void) {
+    StepReport report;
+    memset(&report, 0, sizeof(report));
+    report.step = 12;
+    report.tokens = 1703936;
+    report.loss = 4.37601234f;
+    report.grad_norm = 0.4601f;
+    report.learning_rate = 6e-4f;
+    report.ms = 228.125;
+    report.tokens_per_s = 574093.4;
+    report.roofline_fraction = 0.612;
+    report.loss_z = 0.12;
+    report.grad_norm_z = NAN;
+    report.slots_warming = 3;
+    return report;
+}
+
+static char* read_file(const char* name) {
+    char path[256];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    size_t size = (size_t)file_size_or_die(path);
+    char* text = (char*)calloc_or_die(size + 1, 1);
+    FILE* f = fopen_or_die(path, "r");
+    fread_or_die(text, size, f, path);
+    fclose_or_die(f, path);
+    return text;
+}
+
+static void expect_text(const char* got, const char* want) {
+    expect(strcmp(got, want) == 0, "got:\n%s\nwant:\n%s", got, want);
+}
+
+static void test_files(void) {
+    char path[128];
+    snprintf(path, sizeof(path), "%s/a/b", folder); // two folders that do not exist yet
+    TrainConfig train;
+    GptConfig gpt;
+    setup(&train, &gpt, path);
+    for (int run = 0; run < 2; run++) { // the second run overwrites the first
+        Logger logger;
+        logger_open(&logger, &train, &gpt);
+        StepReport report = a_step();
+        logger_log_val(&logger, 0, 0, 10.99654f);
+        logger_log_step(&logger, &report);
+        report.step = 13;
+        report.loss = NAN;
+        report.grad_norm = INFINITY;
+        report.skipped = 1;
+        report.roofline_fraction = 0;
+        logger_log_step(&logger, &report);
+        logger_log_eval(&logger, 14, 0.29512f);
+        if (run == 0) { // before it is closed: every line is already in the file
+            char* early = read_file("a/b/main.log");
+            expect(strstr(early, "s:14 eval") != NULL, "not flushed: %s", early);
+            free(early);
+        }
+        logger_close(&logger);
+    }
+    char* main_log = read_file("a/b/main.log");
+    expect_text(main_log, "s:0 tel:10.9965\n"
+                          "s:12 trl:4.3760 lr:0.000600 norm:0.46\n"
+                          "s:13 trl:nan lr:0.000600 norm:inf\n"
+                          "s:14 eval:0.2951\n");
+    free(main_log);
+    char* metrics = read_file("a/b/metrics.jsonl");
+    char* second = strchr(metrics, '\n') + 1;
+    expect(strncmp(metrics, "{\"type\": \"config\", \"config_hash\": \"", 35) == 0, "%s", metrics);
+    expect(strstr(metrics, "\"prompt\": \"say \\\"x\\\"\\\\\\u000a\"") != NULL, "escapes: %s", metrics);
+    expect(strstr(metrics, "\"num_layers\": 2, \"channels\": 64") != NULL, "shape: %s", metrics);
+    expect(second[-2] == '}', "the first line must be one object");
+    expect_text(second,
+                "{\"type\": \"val\", \"step\": 0, \"tokens\": 0, \"loss\": 10.9965401}\n"
+                "{\"type\": \"step\", \"step\": 12, \"tokens\": 1703936, \"loss\": 4.37601233, \"grad_norm\": 0.460099995, "
+                "\"lr\": 0.000600000028, \"ms\": 228.125, \"tokens_per_s\": 574093.4, \"roofline_fraction\": 0.612, "
+                "\"loss_z\": 0.12, \"grad_norm_z\": null, \"skipped\": 0, \"slots_warming\": 3}\n"
+                "{\"type\": \"step\", \"step\": 13, \"tokens\": 1703936, \"loss\": null, \"grad_norm\": null, "
+                "\"lr\": 0.000600000028, \"ms\": 228.125, \"tokens_per_s\": 574093.4, \"roofline_fraction\": null, "
+                "\"loss_z\": 0.12, \"grad_norm_z\": null, \"skipped\": 1, \"slots_warming\": 3}\n"
+                "{\"type\": \"eval\", \"step\": 14, \"accuracy\": 0.295120001}\n");
+    free(metrics);
+}
+
+// Rank 1, and a run without -o: no files, and no call fails.
+static void test_inactive(void) {
+    TrainConfig train;
+    GptConfig gpt;
+    for (int which = 0; which < 2; which++) {
+        char path[128];
+        snprintf(path, sizeof(path), "%s/none", folder);
+        setup(&train, &gpt, which ? path : "");
+        train.rank = which;
+        Logger logger;
+        logger_open(&logger, &train, &gpt);
+        StepReport report = a_step();
+        logger_log_step(&logger, &report);
+        logger_log_val(&logger, 1, 1, 1.0f);
+        logger_log_eval(&logger, 1, 1.0f);
+        logger_close(&logger);
+        expect(access(path, F_OK) != 0, "a folder was made");
+    }
+}
+
+// llm.c writes the same lines: its own d12 log, parsed and written again, keeps its bytes.
+static void test_real_log(void) {
+    const char* data = getenv("SHARED_DATA") ? getenv("SHARED_DATA") : "../shared/data";
+    char path[512], line[256], log_path[128];
+    snprintf(path, sizeof(path), "%s/llmc/d12_main.log", data);
+    FILE* f = fopen(path, "r");
+    if (f == NULL) {
+        unit_skip("no llmc/d12_main.log in $SHARED_DATA or ../shared/data");
+        return;
+    }
+    TrainConfig train;
+    GptConfig gpt;
+    snprintf(log_path, sizeof(log_path), "%s/again", folder);
+    setup(&train, &gpt, log_path);
+    Logger logger;
+    logger_open(&logger, &train, &gpt);
+    while (fgets(line, sizeof(line), f) != NULL) {
+        StepReport report = a_step();
+        float loss;
+        int step;
+        if (sscanf(line, "s:%d trl:%f lr:%f norm:%f", &report.step, &report.loss, &report.learning_rate,
+                   &report.grad_norm) == 4) {
+            logger_log_step(&logger, &report);
+        } else if (sscanf(line, "s:%d tel:%f", &step, &loss) == 2) {
+            logger_log_val(&logger, step, 0, loss);
+        } else {
+            expect(0, "not understood: %s", line);
+        }
+    }
+    fclose(f);
+    logger_close(&logger);
+    char command[1024];
+    snprintf(command, sizeof(command), "cmp %s %s/again/main.log", path, folder);
+    expect(system(command) == 0, "the log written again differs");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// outliers and speed
+
+static void test_outliers(void) {
+    OutlierDetector detector;
+    memset(&detector, 0, sizeof(detector));
+    double value[400];
+    for (int i = 0; i < 400; i++) {
+        value[i] = 3.0 + sin(i * 12.9898) * (i == 300 ? 50 : 1);
+        double z = outlier_update(&detector, value[i]);
+        if (i < OUTLIER_WINDOW) {
+            expect(isnan(z), "value %d: a score of %g before the window is full", i, z);
+            continue;
+        }
+        double sum = 0, squares = 0; // llm.c's formula over the last 128 values
+        for (int k = i - OUTLIER_WINDOW + 1; k <= i; k++) {
+            sum += value[k];
+            squares += value[k] * value[k];
+        }
+        double mean = sum / OUTLIER_WINDOW, want = (value[i] - mean) / sqrt(squares / OUTLIER_WINDOW - mean * mean);
+        expect(fabs(z - want) < 1e-6, "value %d: z = %g, want %g", i, z, want);
+    }
+    expect(isnan(outlier_update(&detector, NAN)) && isnan(outlier_update(&detector, INFINITY)), "not finite: no score");
+    expect(isfinite(outlier_update(&detector, 3.0)), "a NaN before must not spoil this score");
+    memset(&detector, 0, sizeof(detector));
+    for (int i = 0; i < OUTLIER_WINDOW; i++) {
+        outlier_update(&detector, 0.1);
+    }
+    double z = outlier_update(&detector, 0.1);
+    expect(z == 0.0 || fabs(z) < 2, "equal values: z = %g", z); // 0.1 is not exact: its mean may differ in the last bit
+    memset(&detector, 0, sizeof(detector));
+    for (int i = 0; i <= OUTLIER_WINDOW; i++) {
+        z = outlier_update(&detector, 2.0);
+    }
+    expect(z == 0.0, "equal values: z = %g, want 0", z);
+    expect(outlier_skips(3.5, 3.0f) && !outlier_skips(2.5, 3.0f) && !outlier_skips(9.0, 0.0f) &&
+           !outlier_skips(NAN, 3.0f) && !outlier_skips(-9.0, 3.0f), "outlier_skips");
+}
+
+static void test_rate(void) {
+    RateMeter meter;
+    memset(&meter, 0, sizeof(meter));
+    expect(rate_update(&meter, 1000, 100.0) == 10000.0, "first step");
+    for (int i = 0; i < 50; i++) { // a constant rate is itself from the second step on: the bias is corrected
+        double rate = rate_update(&meter, 1000, 10.0);
+        expect(fabs(rate - 100000.0) < 1e-6, "step %d: %g", i, rate);
+    }
+    double rate = rate_update(&meter, 1000, 5.0);
+    expect(rate > 100000.0 && rate < 120000.0, "one fast step moves the mean a little: %g", rate);
+    expect(rate_update(&meter, 1000, 0.0) >= 0.0, "a step of no time must not divide by zero");
+}
+
+static void test_screen_line(void) {
+    char* text = NULL;
+    size_t size = 0;
+    FILE* f = open_memstream(&text, &size);
+    StepReport report = a_step();
+    logger_print_step(f, &report, 1200);
+    report.slots_warming = 0;
+    report.skipped = 1;
+    report.roofline_fraction = 0;
+    report.loss_z = -1.5;
+    logger_print_step(f, &report, 20);
+    fclose(f);
+    expect_text(text, "step   13/1200 | loss 4.376012 (+0.12z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s | "
+                      "61.2% roofline | 3 scales warming up\n"
+                      "step 13/20 | loss 4.376012 (-1.50z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s | "
+                      "SKIPPED\n");
+    free(text);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// folders and disks
+
+static void open_in(void* path) {
+    TrainConfig train;
+    GptConfig gpt;
+    setup(&train, &gpt, (const char*)path);
+    Logger logger;
+    logger_open(&logger, &train, &gpt);
+    StepReport report = a_step();
+    logger_log_step(&logger, &report);
+}
+
+static void test_bad_folders(void) {
+    char file[128], below[160];
+    snprintf(file, sizeof(file), "%s/file", folder);
+    fclose_or_die(fopen_or_die(file, "w"), file);
+    expect_dies(open_in, file, "is a file");
+    snprintf(below, sizeof(below), "%s/below", file);
+    expect_dies(open_in, below, "is a file");
+    expect_dies(open_in, (void*)(uintptr_t)"/proc/no/such", "cannot make the output folder");
+    if (access("/dev/full", W_OK) != 0) {
+        unit_skip("no /dev/full to play a full disk");
+        return;
+    }
+    char full[128], link[160];
+    snprintf(full, sizeof(full), "%s/full", folder);
+    check(mkdir(full, 0700) == 0, "mkdir");
+    snprintf(link, sizeof(link), "%s/main.log", full);
+    check(symlink("/dev/full", link) == 0, "symlink");
+    expect_dies(open_in, full, "No space left");
+}
+
+int main(void) {
+    snprintf(folder, sizeof(folder), "/tmp/test_logger_XXXXXX");
+    check(mkdtemp(folder) != NULL, "cannot make a temporary folder");
+    unit_run(test_files);
+    unit_run(test_inactive);
+    unit_run(test_real_log);
+    unit_run(test_outliers);
+    unit_run(test_rate);
+    unit_run(test_screen_line);
+    unit_run(test_bad_folders);
+    char command[128];
+    snprintf(command, sizeof(command), "rm -rf %s", folder);
+    return system(command) != 0 || unit_report();
+}

@@ -1,0 +1,252 @@
+// What a run says while it goes: one line per step on the screen, and in the output folder
+//
+//     main.log       llm.c's format, so that its notebooks read it:
+//                        s:12 trl:4.3760 lr:0.000060 norm:0.46      training step
+//                        s:12 tel:4.3854                            validation
+//                        s:12 eval:0.2951                           accuracy of an evaluation
+//     metrics.jsonl  one JSON object per line: first {"type": "config", ...} with every setting, then
+//                        {"type": "step", "step", "tokens", "loss", "grad_norm", "lr", "ms", "tokens_per_s",
+//                         "roofline_fraction", "loss_z", "grad_norm_z", "skipped", "slots_warming"}
+//                        {"type": "val", "step", "tokens", "loss"} and {"type": "eval", "step", "accuracy"};
+//                        what is not finite or not known is null
+//
+// Only rank 0 writes. Every line is flushed when it is written, so that a killed run has its log and a full disk stops
+// the run with one error line instead of losing it silently.
+#ifndef LOGGER_H
+#define LOGGER_H
+
+#include "check.h"
+
+#include <math.h>
+
+#include "config.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// outliers
+
+enum { OUTLIER_WINDOW = 128 };
+
+typedef struct {
+    double window[OUTLIER_WINDOW]; // the last values, a ring
+    int count;                     // values seen so far, up to OUTLIER_WINDOW
+    int next;                      // where the next value goes
+} OutlierDetector;
+
+// Add `value` to the window and return its z-score, (value - mean) / deviation over the window with `value` in it, as
+// llm.c's outlier_detector.h does: NaN until the window has been full once, 0 when all values are equal. A value that
+// is not finite gives NaN and stays out of the window (in llm.c it would spoil every later score).
+static inline double outlier_update(OutlierDetector* detector, double value) {
+    if (!isfinite(value)) {
+        return NAN;
+    }
+    int was_full = detector->count == OUTLIER_WINDOW;
+    detector->window[detector->next] = value;
+    detector->next = (detector->next + 1) % OUTLIER_WINDOW;
+    if (!was_full) {
+        detector->count++;
+        return NAN;
+    }
+    // summed anew each time: 128 additions, and no drift and no negative variance from running sums
+    double mean = 0.0, variance = 0.0;
+    for (int i = 0; i < OUTLIER_WINDOW; i++) {
+        mean += detector->window[i] / OUTLIER_WINDOW;
+    }
+    for (int i = 0; i < OUTLIER_WINDOW; i++) {
+        variance += (detector->window[i] - mean) * (detector->window[i] - mean) / OUTLIER_WINDOW;
+    }
+    return variance > 0.0 ? (value - mean) / sqrt(variance) : 0.0;
+}
+
+// Skip the update of a step whose z-score is `z`? `threshold` 0 means never (-sl, -sg).
+static inline int outlier_skips(double z, float threshold) { return threshold != 0.0f && z > (double)threshold; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// speed
+
+typedef struct {
+    double mean;   // exponential moving average of tokens per second, not yet bias-corrected
+    int64_t steps; // calls so far
+} RateMeter;
+
+// Tokens per second after a step of `tokens` in `ms`, smoothed over about 20 steps (decay 0.95, bias-corrected as in
+// Adam). The first call only warms up and returns the step's own rate: it holds start-up work.
+static inline double rate_update(RateMeter* meter, int64_t tokens, double ms) {
+    double rate = ms > 0.0 ? (double)tokens / ms * 1e3 : 0.0;
+    if (meter->steps++ == 0) {
+        return rate;
+    }
+    meter->mean = 0.95 * meter->mean + 0.05 * rate;
+    return meter->mean / (1.0 - pow(0.95, (double)(meter->steps - 1)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the log
+
+// Everything that is known about one training step.
+typedef struct {
+    int step;                 // counted from 0
+    int64_t tokens;           // trained on so far, this step included
+    float loss, grad_norm;    // mean loss over the step; global norm before clipping
+    float learning_rate;      //
+    double ms;                // duration of the step
+    double tokens_per_s;      // smoothed, rate_update
+    double roofline_fraction; // time of the roofline over time taken; 0: not known
+    double loss_z, grad_norm_z; // outlier_update; NaN: not known yet
+    int skipped;              // 1: the update was not made
+    int slots_warming;        // FP8 slots whose scale does not come from their history yet
+} StepReport;
+
+typedef struct {
+    FILE* main_log; // NULL: no files
+    FILE* metrics;
+    char* main_log_path;
+    char* metrics_path;
+} Logger;
+
+// Make the folder `path` with its parents. An error names what is in the way.
+static inline void logger_make_folder(const char* path) {
+    size_t length = strlen(path);
+    char* part = (char*)malloc_or_die(length + 1);
+    for (size_t i = 1; i <= length; i++) {
+        if (path[i] == '/' || path[i] == 0) {
+            memcpy(part, path, i);
+            part[i] = 0;
+            struct stat st;
+            check(mkdir(part, 0777) == 0 || errno == EEXIST, "cannot make the output folder '%s': %s", part,
+                  strerror(errno));
+            check(stat(part, &st) == 0 && S_ISDIR(st.st_mode), "cannot make the output folder '%s': '%s' is a file",
+                  path, part);
+        }
+    }
+    free(part);
+}
+
+static inline char* logger_path(const char* folder, const char* name) {
+    size_t size = strlen(folder) + strlen(name) + 2;
+    char* path = (char*)malloc_or_die(size);
+    snprintf(path, size, "%s/%s", folder, name);
+    return path;
+}
+
+// Bring the line just written to the file; a full disk ends the run here.
+static inline void logger_flush(FILE* f, const char* path) {
+    check(fflush(f) == 0 && !ferror(f), "cannot write '%s': %s", path, strerror(errno));
+}
+
+// Start the log files of this run in train->output_dir, which is made when it does not exist; logs of an earlier run
+// there are overwritten, as in llm.c. Without --output-dir, and on every rank but 0, nothing is opened and the calls
+// below do nothing.
+static inline void logger_open(Logger* logger, const TrainConfig* train, const GptConfig* gpt) {
+    memset(logger, 0, sizeof(*logger));
+    if (train->output_dir[0] == 0 || train->rank != 0) {
+        return;
+    }
+    logger_make_folder(train->output_dir);
+    logger->main_log_path = logger_path(train->output_dir, "main.log");
+    logger->metrics_path = logger_path(train->output_dir, "metrics.jsonl");
+    logger->main_log = fopen_or_die(logger->main_log_path, "w");
+    logger->metrics = fopen_or_die(logger->metrics_path, "w");
+    fprintf(logger->metrics, "{\"type\": \"config\", \"config_hash\": \"%016llx\", \"config\": ",
+            (unsigned long long)config_hash(train, gpt));
+    config_write_json(logger->metrics, train, gpt);
+    fprintf(logger->metrics, "}\n");
+    logger_flush(logger->metrics, logger->metrics_path);
+}
+
+// `, "name": value` with `digits` significant digits; null when it is not finite.
+static inline void logger_json_number(FILE* f, const char* name, double value, int digits) {
+    if (isfinite(value)) {
+        fprintf(f, ", \"%s\": %.*g", name, digits, value);
+    } else {
+        fprintf(f, ", \"%s\": null", name);
+    }
+}
+
+static inline void logger_log_step(Logger* logger, const StepReport* report) {
+    if (logger->main_log == NULL) {
+        return;
+    }
+    fprintf(logger->main_log, "s:%d trl:%.4f lr:%.6f norm:%.2f\n", report->step, (double)report->loss,
+            (double)report->learning_rate, (double)report->grad_norm);
+    logger_flush(logger->main_log, logger->main_log_path);
+    FILE* f = logger->metrics;
+    fprintf(f, "{\"type\": \"step\", \"step\": %d, \"tokens\": %lld", report->step, (long long)report->tokens);
+    logger_json_number(f, "loss", (double)report->loss, 9); // nine digits bring a float back to the bit
+    logger_json_number(f, "grad_norm", (double)report->grad_norm, 9);
+    logger_json_number(f, "lr", (double)report->learning_rate, 9);
+    logger_json_number(f, "ms", report->ms, 6);
+    logger_json_number(f, "tokens_per_s", report->tokens_per_s, 8);
+    logger_json_number(f, "roofline_fraction", report->roofline_fraction > 0.0 ? report->roofline_fraction : NAN, 4);
+    logger_json_number(f, "loss_z", report->loss_z, 4);
+    logger_json_number(f, "grad_norm_z", report->grad_norm_z, 4);
+    fprintf(f, ", \"skipped\": %d, \"slots_warming\": %d}\n", report->skipped, report->slots_warming);
+    logger_flush(f, logger->metrics_path);
+}
+
+// Validation loss after `step` updates, with `tokens` trained on so far.
+static inline void logger_log_val(Logger* logger, int step, int64_t tokens, float loss) {
+    if (logger->main_log == NULL) {
+        return;
+    }
+    fprintf(logger->main_log, "s:%d tel:%.4f\n", step, (double)loss);
+    logger_flush(logger->main_log, logger->main_log_path);
+    fprintf(logger->metrics, "{\"type\": \"val\", \"step\": %d, \"tokens\": %lld", step, (long long)tokens);
+    logger_json_number(logger->metrics, "loss", (double)loss, 9);
+    fprintf(logger->metrics, "}\n");
+    logger_flush(logger->metrics, logger->metrics_path);
+}
+
+// Accuracy (0 to 1) of an evaluation after `step` updates.
+static inline void logger_log_eval(Logger* logger, int step, float accuracy) {
+    if (logger->main_log == NULL) {
+        return;
+    }
+    fprintf(logger->main_log, "s:%d eval:%.4f\n", step, (double)accuracy);
+    logger_flush(logger->main_log, logger->main_log_path);
+    fprintf(logger->metrics, "{\"type\": \"eval\", \"step\": %d", step);
+    logger_json_number(logger->metrics, "accuracy", (double)accuracy, 9);
+    fprintf(logger->metrics, "}\n");
+    logger_flush(logger->metrics, logger->metrics_path);
+}
+
+// Close the files; what could not be brought to disk is an error.
+static inline void logger_close(Logger* logger) {
+    if (logger->main_log != NULL) {
+        fclose_or_die(logger->main_log, logger->main_log_path);
+        fclose_or_die(logger->metrics, logger->metrics_path);
+        free(logger->main_log_path);
+        free(logger->metrics_path);
+    }
+    memset(logger, 0, sizeof(*logger));
+}
+
+// " (+1.23z)", or nothing while there is no score yet.
+static inline const char* logger_z_text(double z, char* out, size_t size) {
+    out[0] = 0;
+    if (isfinite(z)) {
+        snprintf(out, size, " (%+.2fz)", z);
+    }
+    return out;
+}
+
+// The step's line on the screen, of a run of num_steps steps:
+//     step   12/1200 | loss 4.376012 (+0.12z) | norm 0.4601 (-0.30z) | lr 6.00e-04 | 228.13 ms | 574093 tok/s
+//     and, as far as there is something to say, | 61.2% roofline | 12 scales warming up | SKIPPED
+static inline void logger_print_step(FILE* out, const StepReport* report, int num_steps) {
+    char loss_z[32], norm_z[32];
+    int width = snprintf(NULL, 0, "%d", num_steps);
+    fprintf(out, "step %*d/%d | loss %8.6f%s | norm %6.4f%s | lr %.2e | %.2f ms | %.0f tok/s", width, report->step + 1,
+            num_steps, (double)report->loss, logger_z_text(report->loss_z, loss_z, sizeof(loss_z)),
+            (double)report->grad_norm, logger_z_text(report->grad_norm_z, norm_z, sizeof(norm_z)),
+            (double)report->learning_rate, report->ms, report->tokens_per_s);
+    if (report->roofline_fraction > 0.0) {
+        fprintf(out, " | %.1f%% roofline", 100.0 * report->roofline_fraction);
+    }
+    if (report->slots_warming > 0) {
+        fprintf(out, " | %d scales warming up", report->slots_warming);
+    }
+    fprintf(out, "%s\n", report->skipped ? " | SKIPPED" : "");
+    fflush(out);
+}
+
+#endif
