@@ -209,7 +209,8 @@ static void test_bad_files(void) {
     expect_dies(open_pattern, (void*)(uintptr_t)at("nothing_*.bin"), "no token files match");
     expect_dies(open_pattern, folder, "is not a regular file");
     write_shard(at("short.bin"), 0, 16);
-    expect_dies(open_pattern, (void*)(uintptr_t)at("short.bin"), "too short: 16 tokens, want at least ranks * B * T + 1 = 17");
+    expect_dies(open_pattern, (void*)(uintptr_t)at("short.bin"),
+                "too short: 16 tokens, want at least ranks * B * T + 1 = 17");
     static const struct {
         int word, value;
         const char* error;
@@ -267,7 +268,8 @@ static void test_token_outside_vocabulary(void) {
     bytes[1024 + 2 * 20] = 0x51; // 50257 = 0xC451, the first id that GPT-2 does not have
     bytes[1024 + 2 * 20 + 1] = 0xC4;
     write_bytes(at("token.bin"), bytes, sizeof(bytes));
-    expect_dies(open_pattern, (void*)(uintptr_t)at("token.bin"), "token 50257 at byte 1064 is outside the vocabulary of 50257");
+    expect_dies(open_pattern, (void*)(uintptr_t)at("token.bin"),
+                "token 50257 at byte 1064 is outside the vocabulary of 50257");
 }
 
 // A file that shrinks under the run.

@@ -85,8 +85,8 @@ static void test_files(void) {
     expect(second[-2] == '}', "the first line must be one object");
     expect_text(second,
                 "{\"type\": \"val\", \"step\": 0, \"tokens\": 0, \"loss\": 10.9965401}\n"
-                "{\"type\": \"step\", \"step\": 12, \"tokens\": 1703936, \"loss\": 4.37601233, \"grad_norm\": 0.460099995, "
-                "\"lr\": 0.000600000028, \"ms\": 228.125, \"tokens_per_s\": 574093.4, \"roofline_fraction\": 0.612, "
+                "{\"type\": \"step\", \"step\": 12, \"tokens\": 1703936, \"loss\": 4.37601233, "
+                "\"grad_norm\": 0.460099995, \"lr\": 0.000600000028, \"ms\": 228.125, \"tokens_per_s\": 574093.4, \"roofline_fraction\": 0.612, "
                 "\"loss_z\": 0.12, \"grad_norm_z\": null, \"skipped\": 0, \"slots_warming\": 3}\n"
                 "{\"type\": \"step\", \"step\": 13, \"tokens\": 1703936, \"loss\": null, \"grad_norm\": null, "
                 "\"lr\": 0.000600000028, \"ms\": 228.125, \"tokens_per_s\": 574093.4, \"roofline_fraction\": null, "
@@ -215,8 +215,8 @@ static void test_screen_line(void) {
     report.loss_z = -1.5;
     logger_print_step(f, &report, 20);
     fclose(f);
-    expect_text(text, "step   13/1200 | loss 4.376012 (+0.12z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s | "
-                      "61.2% roofline | 3 scales warming up\n"
+    expect_text(text, "step   13/1200 | loss 4.376012 (+0.12z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s"
+                      " | 61.2% roofline | 3 scales warming up\n"
                       "step 13/20 | loss 4.376012 (-1.50z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s | "
                       "SKIPPED\n");
     free(text);

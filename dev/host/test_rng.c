@@ -110,8 +110,8 @@ static void test_mt_matches_torch(void) {
                               -1.1186704635620117, -0.18305328488349915, -2.3153159618377686, 0.3961987793445587};
     float x[16];
     mt_normal(&mt, x, 8, 0.0f, 1.0f);
-    // torch's vector functions round the angle (up to 2 pi, half an ulp is 2.4e-7) otherwise than the C library's, which
-    // moves a value by up to that times the radius, here below 5.9 = sqrt(2 ln 2^25)
+    // torch's vector functions round the angle (up to 2 pi, half an ulp is 2.4e-7) otherwise than the C library's,
+    // which moves a value by up to that times the radius, here below 5.9 = sqrt(2 ln 2^25)
     const double tolerance = 5.9 * 2.4e-7;
     for (int i = 0; i < 8; i++) {
         expect(fabs((double)x[i] - eight[i]) <= tolerance, "normal8[%d] = %.9g, want %.9g", i,

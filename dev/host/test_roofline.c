@@ -62,7 +62,8 @@ static void test_flops_of_a_step(void) {
         double want_fp8 = p == 0 ? tokens * L * 72 * C * C : 0;
         expect(fabs(fp8 - want_fp8) <= 1e-12 * want_fp8, "%s: %g FLOPs in FP8, want %g", precisions[p], fp8, want_fp8);
         double bound = fp8 / chip.fp8_flops + (r.flops - fp8) / chip.bf16_flops;
-        expect(r.seconds > bound && r.seconds > r.bytes / chip.bytes_per_s && r.seconds < bound + r.bytes / chip.bytes_per_s,
+        double memory = r.bytes / chip.bytes_per_s;
+        expect(r.seconds > bound && r.seconds > memory && r.seconds < bound + memory,
                "%s: %g s must lie between its bounds", precisions[p], r.seconds);
     }
 }
@@ -93,7 +94,7 @@ static void test_bytes_of_a_block(void) {
         expect(found, "no op '%s'", ops[k].name);
     }
     // linear forward: x and w in 1 byte, y in 2
-    double want = (RC + 3 * C * C) + 6 * RC + (RC + C * C) + 2 * RC + (RC + 4 * C * C) + 8 * RC + (4 * RC + 4 * C * C) + 2 * RC;
+    double x = RC + RC + RC + 4 * RC, w = 12 * C * C, y = 3 * RC + RC + 4 * RC + RC, want = x + w + 2 * y;
     expect(r.ops[0].bytes == want, "%s: %g bytes, want %g", r.ops[0].name, r.ops[0].bytes, want);
 }
 

@@ -77,7 +77,8 @@ static void test_unknown_kind(void) { expect_dies(unknown_kind, NULL, "unknown s
 // Every learning rate in llm.c's log of its d12 run: -x 1200 -l 0.0006 -u 100 -q 0.1, cosine.
 static void test_real_log(void) {
     char path[512], line[256];
-    snprintf(path, sizeof(path), "%s/llmc/d12_main.log", getenv("SHARED_DATA") ? getenv("SHARED_DATA") : "../shared/data");
+    const char* data = getenv("SHARED_DATA") ? getenv("SHARED_DATA") : "../shared/data";
+    snprintf(path, sizeof(path), "%s/llmc/d12_main.log", data);
     FILE* f = fopen(path, "r");
     if (f == NULL) {
         unit_skip("no llmc/d12_main.log in $SHARED_DATA or ../shared/data");
