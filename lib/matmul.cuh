@@ -12,7 +12,8 @@
 //
 // Numerics: FP32 accumulation, one rounding to BF16 at the store (forward, dgrad); wgrad adds into FP32. Forward FP8
 // uses the tensor cores' fast accumulation; dgrad and wgrad add into full FP32 registers every few steps of k.
-// Split-k algorithms are allowed only with FP32 partial sums in the workspace, added in fixed order: same bits each run.
+// Split-k algorithms are allowed only with FP32 partial sums in the workspace, added in fixed order: the same bits on
+// every run.
 //
 // The plan of a shape (descriptors, layouts, algorithm) is made at its first product and kept. The algorithm is
 // cuBLASLt's first suggestion, or with matmul_set_autotune the fastest of its suggestions, remembered in a file.
@@ -190,7 +191,8 @@ static inline int matmul_candidates(Device* dev, const MatmulShapePlan* plan, cu
 // that all of them see the chip in the same state of heat and power. A candidate that fails gets infinity.
 // Products go to `d`: their own output where beta is 0 (the real product comes afterwards), else scratch.
 static inline void matmul_time_candidates(Device* dev, const MatmulShapePlan* plan, const MatmulCall* call, void* d,
-                                          const cublasLtMatmulHeuristicResult_t* candidates, int n, float* microseconds) {
+                                          const cublasLtMatmulHeuristicResult_t* candidates, int n,
+                                          float* microseconds) {
     enum { ROUNDS = 7 };
     float times[MATMUL_CANDIDATES][ROUNDS];
     cudaEvent_t start, stop;
@@ -359,9 +361,10 @@ static inline void matmul_run(Device* dev, const MatmulCall* call) {
     check(rows_fit && key.C > 0 && key.C % 16 == 0 && key.OC > 0 && key.OC % 16 == 0,
           "matmul %s: rows, C, OC = %d, %d, %d, want multiples of 16 (rows: in FP8)", role, key.rows, key.C, key.OC);
     check(call->a != NULL && call->b != NULL && call->d != NULL,
-          "matmul %s, rows, C, OC = %d, %d, %d: an operand lacks the form that is needed (%p, %p -> %p)", role, key.rows,
-          key.C, key.OC, call->a, call->b, call->d);
-    check(((uintptr_t)call->a | (uintptr_t)call->b | (uintptr_t)call->d | (uintptr_t)call->bias) % MATMUL_ALIGNMENT == 0,
+          "matmul %s, rows, C, OC = %d, %d, %d: an operand lacks the form that is needed (%p, %p -> %p)", role,
+          key.rows, key.C, key.OC, call->a, call->b, call->d);
+    uintptr_t addresses = (uintptr_t)call->a | (uintptr_t)call->b | (uintptr_t)call->d | (uintptr_t)call->bias;
+    check(addresses % MATMUL_ALIGNMENT == 0,
           "matmul %s: operands at %p, %p, %p, bias at %p, want multiples of %d bytes", role, call->a, call->b, call->d,
           (const void*)call->bias, MATMUL_ALIGNMENT);
     check(dev->workspace_bytes >= MATMUL_WORKSPACE_BYTES, "matmul %s: workspace of %zu bytes, want %zu", role,

@@ -1,0 +1,102 @@
+// Causal attention: which of the two implementations does a shape. The kernels are in attention_builtin.cuh (ours) and
+// behind attention_cudnn.h (NVIDIA's, found at run time or not).
+//
+//   --attention builtin   our kernels, always
+//   --attention cudnn     cuDNN; an error when it is missing, or for a shape that it cannot do
+//   --attention auto      cuDNN where it is found and can do the shape, else our kernels
+//
+// Both read qkv and write out and dqkv in the same places, keep the same lse, and give the same bits on every run.
+#ifndef ATTENTION_CUH
+#define ATTENTION_CUH
+
+#include "attention_builtin.cuh"
+#include "attention_cudnn.h"
+#include "gpu.cuh"
+
+// dev->attention and dev->cudnn after this:
+//   ATTENTION_BUILTIN, NULL   our kernels
+//   ATTENTION_CUDNN, handle   cuDNN only
+//   ATTENTION_AUTO, handle    cuDNN, with our kernels for the shapes that it refuses
+void attention_select(Device* dev, AttentionKind kind) {
+    char reason[512] = "";
+    dev->attention = ATTENTION_BUILTIN;
+    dev->cudnn = NULL;
+    snprintf(dev->attention_name, sizeof(dev->attention_name), "builtin");
+    if (kind == ATTENTION_BUILTIN) { return; }
+    dev->cudnn = cudnn_attention_open(reason, sizeof(reason));
+    check(dev->cudnn != NULL || kind == ATTENTION_AUTO, "--attention cudnn: %s; --attention builtin needs no cuDNN", reason);
+    if (dev->cudnn == NULL) { return; }
+    dev->attention = kind;
+    snprintf(dev->attention_name, sizeof(dev->attention_name), "cudnn %s", cudnn_attention_version(dev->cudnn));
+}
+
+// Called by device_free.
+void attention_release(Device* dev) {
+    cudnn_attention_close(dev->cudnn);
+    dev->cudnn = NULL;
+    dev->attention = ATTENTION_BUILTIN;
+}
+
+static inline void attention_check_shape(const char* who, int B, int T, int NH, int HS) {
+    check(B > 0 && T > 0 && NH > 0 && HS > 0 && HS % 16 == 0 && HS <= 128,
+          "%s: B, T, NH, HS = %d, %d, %d, %d, want HS a multiple of 16 and at most 128", who, B, T, NH, HS);
+}
+
+// Does cuDNN do this shape? Then `workspace_bytes` is what it needs. The first refusal under AUTO goes into the name.
+// Making a plan takes cuDNN a moment; it is made once per shape, so plan before capturing a graph.
+static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS, size_t* workspace_bytes) {
+    if (dev->cudnn == NULL) { return 0; }
+    char reason[512] = "";
+    CudnnAttentionShape shape = {B, T, NH, HS};
+    if (cudnn_attention_plan(dev->cudnn, shape, workspace_bytes, reason, sizeof(reason))) { return 1; }
+    check(dev->attention == ATTENTION_AUTO, "--attention cudnn: B, T, NH, HS = %d, %d, %d, %d: %s", B, T, NH, HS, reason);
+    if (strstr(dev->attention_name, "builtin") == NULL) {
+        size_t length = strlen(dev->attention_name);
+        snprintf(dev->attention_name + length, sizeof(dev->attention_name) - length, ", builtin for T %d, head %d", T, HS);
+    }
+    return 0;
+}
+
+// Bytes of workspace for both passes of a shape. With cuDNN this also makes its plans, which takes a moment.
+size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS) {
+    size_t bytes = 0;
+    attention_check_shape("attention_workspace_bytes", B, T, NH, HS);
+    return attention_uses_cudnn(dev, B, T, NH, HS, &bytes) ? bytes : builtin_attention_workspace_bytes(B, T, NH, HS);
+}
+
+static inline void attention_check_workspace(Device* dev, const char* who, size_t bytes, int B, int T, int NH, int HS) {
+    check(dev->workspace_bytes >= bytes, "%s: B, T, NH, HS = %d, %d, %d, %d: workspace of %zu bytes, want %zu", who, B, T,
+          NH, HS, dev->workspace_bytes, bytes);
+}
+
+// out (B*T, C) BF16, lse (B, NH, T) FP32, from qkv (B*T, 3C) BF16; see floor.h.
+// 2 B NH T^2 HS useful flops (half the square): d12 at B,T = 32,1024 is 51.5 GFLOP, 0.15 ms with cuDNN on an H200.
+void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
+    size_t bytes = 0;
+    attention_check_shape("attention_forward", B, T, NH, HS);
+    if (attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
+        CudnnAttentionShape shape = {B, T, NH, HS};
+        attention_check_workspace(dev, "attention_forward", bytes, B, T, NH, HS);
+        cudnn_attention_forward(dev->cudnn, dev->stream, dev->workspace, out, lse, qkv, shape);
+    } else {
+        builtin_attention_forward(dev, out, lse, qkv, B, T, NH, HS);
+    }
+}
+
+// dqkv (B*T, 3C) BF16, every element written, from dout, out (B*T, C), lse (B, NH, T), qkv; see floor.h.
+// 5 B NH T^2 HS useful flops.
+void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse, const bf16* qkv,
+                        int B, int T, int NH, int HS) {
+    size_t bytes = 0;
+    attention_check_shape("attention_backward", B, T, NH, HS);
+    if (attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
+        CudnnAttentionShape shape = {B, T, NH, HS};
+        CudnnAttentionGradients tensors = {dqkv, dout, out, lse, qkv};
+        attention_check_workspace(dev, "attention_backward", bytes, B, T, NH, HS);
+        cudnn_attention_backward(dev->cudnn, dev->stream, dev->workspace, tensors, shape);
+    } else {
+        builtin_attention_backward(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS);
+    }
+}
+
+#endif
