@@ -315,8 +315,9 @@ static inline Operand operand_codes(const uint8_t* codes, const float* table, si
 typedef float VectorF32 __attribute__((vector_size(VECTOR * 4), aligned(4), may_alias));
 
 #define BLOCK_K 256  // k's summed in registers before they are added to C: bounds the FP32 chain, and B's panel to L1
-#define BLOCK_N 1024 // columns whose B panel (BLOCK_K x BLOCK_N, 1 MiB) all threads share
-#define BLOCK_M 96   // most rows of one task
+#define BLOCK_N 1024 // columns whose B panels all threads share, over
+#define PANEL_K 2048 // at most so many k's (8 MiB): packed at once, so that threads meet seldom
+#define BLOCK_M 96   // most rows of one task; a multiple of both TILE_M
 
 // Lines [i, i + n) along k [k0, k0 + count) into panels of `width` lines: panel[k * width + line]. The last panel is
 // filled up with zeros. Panels follow each other at panel_stride floats.
@@ -374,19 +375,28 @@ typedef struct {
     int round; // to BF16, when finished
 } Epilogue;
 
-static inline void store_tile(float* c, size_t stride, const float* sums, int m, int n, const float* bias,
+static inline void store_rows(float* c, size_t stride, const float* sums, int m, int n, const float* bias,
                               Epilogue epilogue) {
     for (int i = 0; i < m; i++, c += stride, sums += TILE_N) {
+        float values[TILE_N];
         for (int j = 0; j < n; j++) {
-            float value = epilogue.alpha * sums[j];
-            c[j] = epilogue.add ? c[j] + value : value;
+            values[j] = epilogue.alpha * sums[j] + (epilogue.add ? c[j] : 0.0f);
         }
-        if (epilogue.finish && bias != NULL) { add_to(c, bias, (size_t)n); }
-        if (epilogue.finish && epilogue.round) {
-            for (int j = 0; j < n; j++) {
-                c[j] = bf16_round(c[j]);
-            }
+        for (int j = 0; epilogue.finish && bias != NULL && j < n; j++) {
+            values[j] += bias[j];
         }
+        for (int j = 0; j < n; j++) {
+            c[j] = epilogue.finish && epilogue.round ? bf16_round(values[j]) : values[j];
+        }
+    }
+}
+
+static inline void store_tile(float* c, size_t stride, const float* sums, int m, int n, const float* bias,
+                              Epilogue epilogue) {
+    if (n == TILE_N) {
+        store_rows(c, stride, sums, m, TILE_N, bias, epilogue); // a constant length: whole vectors
+    } else {
+        store_rows(c, stride, sums, m, n, bias, epilogue);
     }
 }
 
@@ -404,37 +414,52 @@ static inline void multiply_panels(float* c, size_t stride, const float* a, size
     }
 }
 
-// c (M, N) = alpha a . b (+ c if epilogue.add) + bias, rounded if epilogue.round. Partial sums over BLOCK_K k's are
-// FP32 and meet in c, whose storage is FP32 for bf16 values, too.
-static inline void matrix_product(Device* dev, float* c, Operand a, Operand b, int M, int N, int K,
-                                  Epilogue epilogue) {
-    int rows_per_task = (M + 4 * dev->num_threads - 1) / (4 * dev->num_threads);
-    rows_per_task = (int)round_up((size_t)rows_per_task, TILE_M);
+typedef struct {
+    float* c; // (M, N)
+    Operand a, b;
+    int M, N, K;
+    Epilogue epilogue;
+} Product;
+
+// Rows [i, i + m), columns [j, j + n) of a product over k's [k, k + panel_k), whose B panels are packed.
+static inline void product_task(Device* dev, const Product* p, const float* b_panels, int i, int m, int j, int k,
+                                int panel_k) {
+    float* a_panels = (float*)cpu_scratch(dev, cpu_thread_index(), (size_t)BLOCK_M * BLOCK_K * sizeof(float));
+    int n = p->N - j < BLOCK_N ? p->N - j : BLOCK_N;
+    for (int block = 0; block < panel_k; block += BLOCK_K) {
+        int count = panel_k - block < BLOCK_K ? panel_k - block : BLOCK_K;
+        Epilogue step = p->epilogue;
+        step.bias = step.bias ? step.bias + j : NULL;
+        step.add = step.add || k + block > 0;
+        step.finish = k + block + count == p->K;
+        pack_panels(a_panels, (size_t)TILE_M * count, p->a, TILE_M, i, m, k + block, count);
+        multiply_panels(p->c + (size_t)i * p->N + j, (size_t)p->N, a_panels, (size_t)TILE_M * count,
+                        b_panels + (size_t)block * TILE_N, (size_t)TILE_N * panel_k, m, n, count, step);
+    }
+}
+
+// c = alpha a . b (+ c if epilogue.add) + bias, rounded if epilogue.round. Partial sums over BLOCK_K k's are FP32 and
+// meet in c, whose storage is FP32 for bf16 values, too.
+static inline void matrix_product(Device* dev, const Product* p) {
+    int rows_per_task = (int)round_up((size_t)(p->M + 4 * dev->num_threads - 1) / (4 * (size_t)dev->num_threads), TILE_M);
     rows_per_task = rows_per_task < BLOCK_M ? rows_per_task : BLOCK_M;
-    float* b_panels = (float*)cpu_scratch(dev, dev->num_threads, (size_t)BLOCK_K * BLOCK_N * sizeof(float));
+    size_t panel_cols = round_up((size_t)(p->N < BLOCK_N ? p->N : BLOCK_N), TILE_N);
+    size_t panel_floats = panel_cols * (size_t)(p->K < PANEL_K ? p->K : PANEL_K);
+    float* b_panels = (float*)cpu_scratch(dev, dev->num_threads, panel_floats * sizeof(float));
 #pragma omp parallel num_threads(dev->num_threads)
-    for (int j = 0; j < N; j += BLOCK_N) {
-        int n = N - j < BLOCK_N ? N - j : BLOCK_N;
-        for (int k = 0; k < K; k += BLOCK_K) {
-            int count = K - k < BLOCK_K ? K - k : BLOCK_K;
-            size_t a_stride = (size_t)TILE_M * count, b_stride = (size_t)TILE_N * count;
-            Epilogue step = epilogue;
-            step.bias = epilogue.bias ? epilogue.bias + j : NULL;
-            step.add = epilogue.add || k > 0;
-            step.finish = k + count == K;
+    for (int j = 0; j < p->N; j += BLOCK_N) {
+        int n = p->N - j < BLOCK_N ? p->N - j : BLOCK_N;
+        for (int k = 0; k < p->K; k += PANEL_K) {
+            int panel_k = p->K - k < PANEL_K ? p->K - k : PANEL_K;
 #pragma omp for schedule(static)
-            for (int panel = 0; panel < n; panel += TILE_N) {
-                pack_panels(b_panels + (size_t)(panel / TILE_N) * b_stride, b_stride, b, TILE_N, j + panel,
-                            n - panel < TILE_N ? n - panel : TILE_N, k, count);
+            for (int col = 0; col < n; col += TILE_N) {
+                pack_panels(b_panels + (size_t)col * panel_k, 0, p->b, TILE_N, j + col, n - col < TILE_N ? n - col : TILE_N,
+                            k, panel_k);
             }
 #pragma omp for schedule(dynamic)
-            for (int i = 0; i < M; i += rows_per_task) {
-                int m = M - i < rows_per_task ? M - i : rows_per_task;
-                float* a_panels = (float*)cpu_scratch(dev, cpu_thread_index(),
-                                                      (size_t)(BLOCK_M + TILE_M) * BLOCK_K * sizeof(float));
-                pack_panels(a_panels, a_stride, a, TILE_M, i, m, k, count);
-                multiply_panels(c + (size_t)i * N + j, (size_t)N, a_panels, a_stride, b_panels, b_stride, m, n, count,
-                                step);
+            for (int i = 0; i < p->M; i += rows_per_task) {
+                int m = p->M - i < rows_per_task ? p->M - i : rows_per_task;
+                product_task(dev, p, b_panels, i, m, j, k, panel_k);
             }
         }
     }
@@ -615,7 +640,8 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
         a = operand_values(x.wide, K, 1);
         b = operand_values(w.wide, K, 1);
     }
-    matrix_product(dev, y, a, b, rows, OC, C, epilogue);
+    Product product = {y, a, b, rows, OC, C, epilogue};
+    matrix_product(dev, &product);
 }
 
 void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, int C, int OC) {
@@ -634,7 +660,8 @@ void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, 
         a = operand_values(dy.wide, K, 1);
         b = operand_values(w.wide, 1, (size_t)C);
     }
-    matrix_product(dev, dx, a, b, rows, C, OC, epilogue);
+    Product product = {dx, a, b, rows, C, OC, epilogue};
+    matrix_product(dev, &product);
 }
 
 void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows, int C, int OC) {
@@ -653,7 +680,8 @@ void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows,
         a = operand_values(dy.wide, 1, (size_t)OC);
         b = operand_values(x.wide, 1, (size_t)C);
     }
-    matrix_product(dev, dw, a, b, OC, C, rows, epilogue);
+    Product product = {dw, a, b, OC, C, rows, epilogue};
+    matrix_product(dev, &product);
 }
 
 size_t matmul_workspace_bytes(void) { return 0; }
