@@ -115,6 +115,19 @@ static inline int checkpoint_write_payload(FILE* f, const GptConfig* gpt, const 
     return fflush(f) != 0 || fsync(fileno(f)) != 0 ? errno : 0;
 }
 
+// End with one error line unless checkpoint_write_model could write to `path`: to be asked before a long training run,
+// not after it. Leaves nothing behind.
+static inline void checkpoint_check_writable(const char* path) {
+    struct stat st;
+    check(stat(path, &st) != 0 || S_ISREG(st.st_mode), "cannot write '%s': it exists and is no regular file", path);
+    size_t size = strlen(path) + 5;
+    char* temporary = (char*)malloc_or_die(size);
+    snprintf(temporary, size, "%s.tmp", path);
+    fclose_or_die(fopen_or_die(temporary, "wb"), temporary);
+    remove(temporary);
+    free(temporary);
+}
+
 // Write params (num_parameters) FP32 as an llm.c model file: version MODEL_FILE_BF16 rounds to nearest even,
 // MODEL_FILE_FP32 keeps the bits. `path` appears only when the whole file is on disk.
 static inline void checkpoint_write_model(const char* path, const GptConfig* gpt, const float* params, int version) {

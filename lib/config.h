@@ -751,6 +751,9 @@ static inline void config_print(FILE* out, const TrainConfig* train, const GptCo
         fprintf(out, "note: T = %d is shorter than max_seq_len %d: the last %d positions stay untrained\n",
                 train->seq_len, gpt->max_seq_len, gpt->max_seq_len - train->seq_len);
     }
+    if (train->lr_schedule == SCHEDULE_CONSTANT && train->warmup_steps > 0) {
+        fprintf(out, "note: --lr-schedule constant has no warm-up, as in llm.c: --warmup-steps does nothing\n");
+    }
 }
 
 // Length of the valid UTF-8 sequence that starts at `text`, or 0.

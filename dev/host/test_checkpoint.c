@@ -252,7 +252,13 @@ static void write_version_4(void* path) {
     checkpoint_write_model((const char*)path, &small, params, 4);
 }
 
+static void ask_for(void* path) { checkpoint_check_writable((const char*)path); }
+
 static void test_bad_targets(void) {
+    checkpoint_check_writable(at("fine.bin"));
+    expect(access(at("fine.bin"), F_OK) != 0 && access(at("fine.bin.tmp"), F_OK) != 0, "asking leaves a file behind");
+    expect_dies(ask_for, (void*)(uintptr_t)at("no/such/folder/m.bin"), "cannot open");
+    expect_dies(ask_for, folder, "it exists and is no regular file");
     expect_dies(write_to, (void*)(uintptr_t)at("no/such/folder/m.bin"), "cannot open");
     expect_dies(write_version_4, (void*)(uintptr_t)at("m4.bin"), "version 4, want 3 or 5");
     check(mkdir(at("taken"), 0700) == 0, "mkdir");

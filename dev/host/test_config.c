@@ -395,7 +395,7 @@ static char* printed(int what, const char* text) {
 
 // Every row reaches help, banner and log; changed values are marked.
 static void test_printed(void) {
-    const char* line = "-i x -e d2 -t 512 --prompt a~\"b\"\\\xC3\xA4\xFF\t --headroom 1.25";
+    const char* line = "-i x -e d2 -t 512 --prompt a~\"b\"\\\xC3\xA4\xFF\t --headroom 1.25 -k constant -u 9";
     char* usage = printed(0, line);
     char* banner = printed(1, line);
     char* json = printed(2, line);
@@ -421,6 +421,7 @@ static void test_printed(void) {
     expect(strstr(banner, "| headroom              * | 1.25 ") != NULL, "headroom is not marked:\n%s", banner);
     expect(strstr(banner, "| margin                  | 0 ") != NULL, "margin is marked");
     expect(strstr(banner, "T = 512 is shorter than max_seq_len 1024") != NULL, "no note about T");
+    expect(strstr(banner, "--warmup-steps does nothing") != NULL, "no note about the warm-up");
     expect(strstr(json, "\"prompt\": \"a \\\"b\\\"\\\\\xC3\xA4\\ufffd\\u0009\"") != NULL, "escapes: %s", json);
     expect(strstr(json, "\"headroom\": 1.25, ") != NULL && strstr(json, "\"learning_rate\": 0.0003, ") != NULL,
            "floats");
