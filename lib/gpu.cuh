@@ -1,5 +1,8 @@
 // The ground of the GPU floor: the Device (one GPU, one stream, one cuBLASLt handle, one workspace), error checks,
-// device memory. Ops lean on this file and on nothing else.
+// device memory, and the small device functions that several ops share: 16-byte vectors, FP8 conversion, the transposed
+// FP8 tile, amax, sums in fixed order. Ops lean on this file and on nothing else.
+//
+// Contents: errors | Device | vectors | FP8 | producers and their amax | transposed tiles | column sums | clusters
 #ifndef GPU_CUH
 #define GPU_CUH
 
@@ -10,6 +13,9 @@
 
 #include "check.h"
 #include "floor.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// errors
 
 // Every CUDA and cuBLASLt call is wrapped; every launch is followed by cuda_check(cudaGetLastError()).
 #define cuda_check(call)                                                                                    \
@@ -26,6 +32,11 @@
               cublasLtGetStatusString(cublas_status_), #call);                                              \
     } while (0)
 
+static inline size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device
+
 struct Device {
     int index;                    // CUDA ordinal
     cudaDeviceProp properties;    // name, multiProcessorCount, ...
@@ -39,5 +50,512 @@ struct Device {
     struct CudnnAttention* cudnn; // of attention_cudnn.cpp, NULL when builtin
     char attention_name[64];
 };
+
+// Defined in attention.cuh and matmul.cuh: what those ops keep in the Device.
+void attention_select(Device* dev, AttentionKind wanted); // sets attention, cudnn, attention_name
+void attention_release(Device* dev);
+void matmul_release(Device* dev);
+
+// Open GPU `options.index`: it must exist, work, and be Hopper (compute capability 9.0: the FP8 tensor cores, clusters
+// and wgmma that the kernels are compiled for).
+Device* device_create(DeviceOptions options) {
+    check(!options.fp32, "--precision fp32 is the yardstick of the CPU build: found the GPU build, want `make cpu`");
+    int count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    check(status == cudaSuccess && count > 0,
+          "no usable GPU: found %s, need a Hopper GPU (compute capability 9.0: H100, H200, H800, GH200); on this "
+          "machine build the CPU floor: make cpu",
+          status == cudaSuccess ? "none" : cudaGetErrorString(status));
+    check(options.index >= 0 && options.index < count,
+          "no GPU for local rank %d: found %d on this host, need one per rank (or: make cpu)", options.index, count);
+    Device* dev = (Device*)calloc_or_die(1, sizeof(Device));
+    dev->index = options.index;
+    cuda_check(cudaGetDeviceProperties(&dev->properties, dev->index));
+    check(dev->properties.major == 9 && dev->properties.minor == 0,
+          "unsuitable GPU %d: found %s with compute capability %d.%d, need Hopper (9.0: H100, H200, H800, GH200); on "
+          "this machine build the CPU floor: make cpu",
+          dev->index, dev->properties.name, dev->properties.major, dev->properties.minor);
+    cuda_check(cudaSetDevice(dev->index));
+    cuda_check(cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking));
+    cublas_check(cublasLtCreate(&dev->cublaslt));
+    attention_select(dev, options.attention);
+    return dev;
+}
+
+void device_free(Device* dev) {
+    cuda_check(cudaStreamSynchronize(dev->stream));
+    attention_release(dev);
+    matmul_release(dev);
+    cublas_check(cublasLtDestroy(dev->cublaslt));
+    cuda_check(cudaStreamDestroy(dev->stream));
+    free(dev);
+}
+
+const char* device_name(const Device* dev) { return dev->properties.name; }
+const char* device_attention_name(const Device* dev) { return dev->attention_name; }
+
+void device_memory(const Device* dev, size_t* free_bytes, size_t* total_bytes) {
+    (void)dev;
+    cuda_check(cudaMemGetInfo(free_bytes, total_bytes));
+}
+
+void* device_malloc(Device* dev, size_t bytes) {
+    void* p = NULL;
+    cudaError_t status = cudaMalloc(&p, bytes ? bytes : 1);
+    if (status != cudaSuccess) {
+        size_t free_bytes = 0, total_bytes = 0;
+        (void)cudaGetLastError(); // an allocation that failed leaves the device usable: clear it, then ask
+        device_memory(dev, &free_bytes, &total_bytes);
+        check(0, "GPU %d (%s): cannot allocate %zu MiB: %zu of %zu MiB are free (%s)", dev->index,
+              dev->properties.name, bytes >> 20, free_bytes >> 20, total_bytes >> 20, cudaGetErrorString(status));
+    }
+    return p; // cudaMalloc aligns to 256 bytes
+}
+
+void device_release(Device* dev, void* p) {
+    (void)dev;
+    cuda_check(cudaFree(p));
+}
+
+void* pinned_malloc(Device* dev, size_t bytes) {
+    (void)dev;
+    void* p = NULL;
+    cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);
+    check(status == cudaSuccess, "cannot allocate %zu bytes of pinned host memory (%s)", bytes,
+          cudaGetErrorString(status));
+    return p;
+}
+
+void pinned_release(Device* dev, void* p) {
+    (void)dev;
+    cuda_check(cudaFreeHost(p));
+}
+
+void device_zero(Device* dev, void* p, size_t bytes) { cuda_check(cudaMemsetAsync(p, 0, bytes, dev->stream)); }
+
+void device_copy_in(Device* dev, void* to_device, const void* from_host, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to_device, from_host, bytes, cudaMemcpyHostToDevice, dev->stream));
+}
+
+void device_sync(Device* dev) { cuda_check(cudaStreamSynchronize(dev->stream)); }
+
+void device_copy_out(Device* dev, void* to_host, const void* from_device, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to_host, from_device, bytes, cudaMemcpyDeviceToHost, dev->stream));
+    device_sync(dev);
+}
+
+void device_set_workspace(Device* dev, void* p, size_t bytes) {
+    dev->workspace = p;
+    dev->workspace_bytes = bytes;
+}
+
+void bf16_to_host(Device* dev, float* to, const bf16* from, size_t n) {
+    uint16_t* bits = (uint16_t*)malloc_or_die(n * sizeof(uint16_t));
+    device_copy_out(dev, bits, from, n * sizeof(uint16_t));
+    for (size_t i = 0; i < n; i++) {
+        to[i] = bits_float((uint32_t)bits[i] << 16);
+    }
+    free(bits);
+}
+
+void bf16_from_host(Device* dev, bf16* to, const float* from, size_t n) {
+    uint16_t* bits = (uint16_t*)malloc_or_die(n * sizeof(uint16_t));
+    for (size_t i = 0; i < n; i++) {
+        bits[i] = (uint16_t)(float_bits(bf16_round(from[i])) >> 16);
+    }
+    device_copy_in(dev, to, bits, n * sizeof(uint16_t));
+    device_sync(dev);
+    free(bits);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// vectors: 8 BF16 values are one 16-byte access, the widest a thread has
+
+#define BF16_OF_VECTOR 8 // columns of every access; ops want their columns to be a multiple of it
+
+__device__ static inline void unpack8(float v[8], uint4 raw) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) { // a BF16 value is the upper half of the FP32 value
+        v[2 * i] = __uint_as_float(words[i] << 16);
+        v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+    }
+}
+
+// Two floats, rounded to nearest even, in one register; `low` at the lower address.
+__device__ static inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof(bits));
+    return bits;
+}
+
+__device__ static inline uint4 pack8(const float v[8]) {
+    return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+
+__device__ static inline uint4 load_vector(const bf16* p) { return *(const uint4*)p; }
+__device__ static inline void store_vector(bf16* p, uint4 raw) { *(uint4*)p = raw; }
+
+// 16 bytes from global to shared memory without passing through registers; pending until cp_async_wait.
+__device__ static inline void cp_async(uint4* to_shared, const void* from) {
+    uint32_t to = (uint32_t)__cvta_generic_to_shared(to_shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Waits for the calling thread's own copies; others see them after a __syncthreads.
+__device__ static inline void cp_async_wait(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Start bringing the line at p into L2, for a load that comes later.
+__device__ static inline void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+__device__ static inline float exp2_approx(float x) { // 2 ulp; 2^-inf = 0, 2^inf = inf, NaN stays NaN
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ static inline float warp_sum(float x) { // the same bits in every lane
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
+    }
+    return x;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FP8: the hardware's cvt.rn.satfinite, bit-equal to e4m3_from_float and e5m2_from_float of fp8.h
+
+// Four floats -> four codes, a at the lowest address.
+template <typename FP8> __device__ uint32_t fp8_pack(float a, float b, float c, float d);
+
+template <> __device__ inline uint32_t fp8_pack<e4m3>(float a, float b, float c, float d) {
+    uint16_t low, high; // cvt puts its first operand into the upper byte
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return (uint32_t)low | (uint32_t)high << 16;
+}
+
+template <> __device__ inline uint32_t fp8_pack<e5m2>(float a, float b, float c, float d) {
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return (uint32_t)low | (uint32_t)high << 16;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// producers: ops that write a (rows, cols) tensor in every form somebody needs, and its amax
+
+// E4m3Tensor and E5m2Tensor seen alike, as kernels take them.
+typedef struct {
+    bf16* wide;          // (rows, cols) or NULL
+    uint8_t* data;       // (rows, cols) or NULL
+    uint8_t* transposed; // (cols, rows) or NULL
+    ScaleSlot* slot;     // NULL when no FP8 form is written
+    float* amax;         // raised to max |value|: &slot->amax, &slot->jit_amax while measuring, or NULL
+    int measuring;       // 1: nothing but *amax is written
+} FormsOut;
+
+static inline FormsOut forms_of_e4m3(E4m3Tensor y) {
+    FormsOut out = {y.wide, (uint8_t*)y.data, (uint8_t*)y.transposed, NULL, NULL, 0};
+    if (y.data != NULL || y.transposed != NULL) {
+        out.slot = y.slot;
+        out.amax = y.record ? &y.slot->amax : NULL;
+    }
+    return out;
+}
+
+static inline FormsOut forms_of_e5m2(E5m2Tensor y) {
+    FormsOut out = {y.wide, (uint8_t*)y.data, (uint8_t*)y.transposed, NULL, NULL, 0};
+    if (y.data != NULL || y.transposed != NULL) {
+        out.slot = y.slot;
+        out.amax = y.record ? &y.slot->amax : NULL;
+    }
+    return out;
+}
+
+// What every producer asks of its shape. 16-byte rows; for the transposed copy also 16-byte columns.
+static inline void check_forms(const char* name, FormsOut out, const void* slot, int fp8, int rows, int cols) {
+    check(rows > 0 && cols > 0, "%s: (rows, cols) = (%d, %d), want both positive", name, rows, cols);
+    check(!fp8 || slot != NULL, "%s: FP8 output without a scale slot", name);
+    check(cols % BF16_OF_VECTOR == 0, "%s: %d columns, want a multiple of %d", name, cols, BF16_OF_VECTOR);
+    check(!fp8 || (rows % 16 == 0 && cols % 16 == 0), "%s: (rows, cols) = (%d, %d), want multiples of 16 for FP8", name,
+          rows, cols);
+    uintptr_t address = (uintptr_t)out.wide | (uintptr_t)out.data | (uintptr_t)out.transposed;
+    check(address % 16 == 0, "%s: an output is not aligned to 16 bytes", name);
+}
+
+// The same op, to be run first in order to measure: measure_begin, launch with what it returns, measure_end.
+static inline FormsOut measure_begin(Device* dev, FormsOut out) {
+    FormsOut measuring = {NULL, NULL, NULL, out.slot, &out.slot->jit_amax, 1};
+    cuda_check(cudaMemsetAsync(measuring.amax, 0, sizeof(float), dev->stream));
+    return measuring;
+}
+
+__global__ void measure_end_kernel(ScaleSlot* slot, ScaleRecipe recipe) { scale_slot_set_from_measured(slot, recipe); }
+
+static inline void measure_end(Device* dev, FormsOut out, ScaleRecipe recipe) {
+    measure_end_kernel<<<1, 1, 0, dev->stream>>>(out.slot, recipe);
+    cuda_check(cudaGetLastError());
+}
+
+// max(amax, |v|) over 8 values, on bits so that NaN wins; see amax_raised.
+__device__ static inline uint32_t amax8(uint32_t amax, const float v[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        uint32_t bits = __float_as_uint(v[j]) & 0x7FFFFFFFu;
+        amax = amax > bits ? amax : bits;
+    }
+    return amax;
+}
+
+// *amax = max(*amax, bits of all threads of the block). The whole block calls; blocks of whole warps.
+// The plain read first saves nearly all atomics: every block hits one address, and most have nothing to add.
+__device__ static inline void raise_amax(float* amax, uint32_t bits) {
+    __shared__ uint32_t warp_amax[32];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+    bits = __reduce_max_sync(0xFFFFFFFFu, bits);
+    if (lane == 0) { warp_amax[warp] = bits; }
+    __syncthreads();
+    if (warp == 0) {
+        bits = __reduce_max_sync(0xFFFFFFFFu, lane < num_warps ? warp_amax[lane] : 0u);
+        if (lane == 0 && bits > *(volatile uint32_t*)amax) { atomicMax((uint32_t*)amax, bits); }
+    }
+}
+
+// One thread of the grid, at the end of a producer: the descale belongs to the bytes just written.
+__device__ static inline void write_descale(FormsOut out, float scale) {
+    if (out.slot != NULL && !out.measuring) { out.slot->descale = 1.0f / scale; }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// transposed tiles
+//
+// The unit of a producer's work is a patch: 4 rows x 8 columns in one thread. Its 8 columns are one 16-byte vector of
+// each row; its 4 rows are one 32-bit word of each column. A block gathers its patches' column words in shared memory,
+//   tile[column][row / 4]      `words` = 2^log2_words words of 4 rows per column (16 rows at least: 4 words)
+// and reads back 16 rows of a column at once, for 16-byte stores into the transposed tensor.
+//
+// Banks. Words are stored with consecutive threads on consecutive column groups (8 columns each), so unswizzled they
+// would all fall into the same bank. Five bits of the group number, g, are XORed into the word index (low bits) and the
+// column index inside its group (high bits). g is a permutation of 0..31 for 32 consecutive groups of one row word
+// (layernorm) and distinct above its two low bits for 8 consecutive groups (64-column tiles, 4 row words per warp):
+// both are free of conflicts, and so are the 16-byte reads.
+
+#define PATCH_ROWS 4
+#define PATCH_COLS 8
+
+typedef struct {
+    uint32_t left[PATCH_ROWS];  // codes of columns 0..3, one word per row
+    uint32_t right[PATCH_ROWS]; // columns 4..7
+} Fp8Patch;
+
+__device__ static inline int tile_swizzle(int column) {
+    int group = column / PATCH_COLS;
+    return (group & 7) << 2 | (group >> 3 & 3);
+}
+
+// Byte transpose of 4 words: byte r of columns[c] = byte c of rows[r].
+__device__ static inline void transpose_4x4(uint32_t columns[4], const uint32_t rows[4]) {
+    uint32_t ab01 = __byte_perm(rows[0], rows[1], 0x5140), ab23 = __byte_perm(rows[0], rows[1], 0x7362);
+    uint32_t cd01 = __byte_perm(rows[2], rows[3], 0x5140), cd23 = __byte_perm(rows[2], rows[3], 0x7362);
+    columns[0] = __byte_perm(ab01, cd01, 0x5410);
+    columns[1] = __byte_perm(ab01, cd01, 0x7632);
+    columns[2] = __byte_perm(ab23, cd23, 0x5410);
+    columns[3] = __byte_perm(ab23, cd23, 0x7632);
+}
+
+// Put a patch whose first column is `column` (a multiple of 8) and whose rows are word `word` into the tile.
+__device__ static inline void patch_to_tile(uint32_t* tile, int log2_words, int column, int word, const Fp8Patch* patch) {
+    uint32_t words[PATCH_COLS];
+    transpose_4x4(words, patch->left);
+    transpose_4x4(words + 4, patch->right);
+    int swizzle = tile_swizzle(column), mask = (1 << log2_words) - 1;
+    word ^= swizzle & mask;
+#pragma unroll
+    for (int j = 0; j < PATCH_COLS; j++) {
+        tile[((column + (j ^ swizzle >> log2_words)) << log2_words) + word] = words[j];
+    }
+}
+
+// 16 rows of a column: words 4 * chunk .. 4 * chunk + 3, put back into order.
+__device__ static inline uint4 tile_chunk(const uint32_t* tile, int log2_words, int column, int chunk) {
+    int swizzle = tile_swizzle(column), mask = (1 << log2_words) - 1;
+    int word = (chunk * 4) ^ (swizzle & mask & ~3);
+    uint4 raw = *(const uint4*)(tile + ((column ^ swizzle >> log2_words) << log2_words) + word);
+    if (swizzle & 1) { raw = make_uint4(raw.y, raw.x, raw.w, raw.z); }
+    if (swizzle & 2) { raw = make_uint4(raw.z, raw.w, raw.x, raw.y); }
+    return raw;
+}
+
+// transposed[first_column + c][first_row ..] = the tile, c < num_columns; rows beyond `rows` are left out.
+// The whole block calls, after a __syncthreads. rows is a multiple of 16.
+__device__ static inline void store_transposed(uint8_t* transposed, const uint32_t* tile, int log2_words, int num_columns,
+                                               int first_column, int first_row, int rows) {
+    int log2_chunks = log2_words - 2;
+    for (int i = threadIdx.x; i < num_columns << log2_chunks; i += blockDim.x) {
+        int chunk = i & ((1 << log2_chunks) - 1), column = i >> log2_chunks;
+        int row = first_row + chunk * 16;
+        if (row < rows) {
+            *(uint4*)(transposed + (size_t)(first_column + column) * rows + row) =
+                tile_chunk(tile, log2_words, column, chunk);
+        }
+    }
+}
+
+// Write row r of a patch in the row-major forms, raise amax, keep the codes for the tile. `at` = element offset.
+template <typename FP8>
+__device__ static inline void emit_row(const FormsOut& out, Fp8Patch* patch, int r, const float v[8], float scale,
+                                       size_t at, uint32_t* amax) {
+    *amax = amax8(*amax, v);
+    if (out.wide != NULL) { store_vector(out.wide + at, pack8(v)); }
+    if (out.slot != NULL) {
+        patch->left[r] = fp8_pack<FP8>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
+        patch->right[r] = fp8_pack<FP8>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale);
+        if (out.data != NULL) { *(uint2*)(out.data + at) = make_uint2(patch->left[r], patch->right[r]); }
+    }
+}
+
+// Elementwise producers (gelu, quantize) work on tiles of 128 rows x 64 columns: 8 x 32 patches, one per thread. A
+// block walks down the rows of its 64 columns in strides of gridDim.y tiles.
+#define ELEMENT_ROWS 128
+#define ELEMENT_LOG2_WORDS 5 // 128 rows / 4
+#define ELEMENT_COLS 64
+#define ELEMENT_THREADS 256
+#define ELEMENT_STRIPS 256 // at most this many blocks share a column: partial sums per column
+
+static inline dim3 element_grid(int rows, int cols) {
+    size_t strips = ceil_div((size_t)rows, ELEMENT_ROWS);
+    return dim3((unsigned)ceil_div((size_t)cols, ELEMENT_COLS),
+                (unsigned)(strips < ELEMENT_STRIPS ? strips : ELEMENT_STRIPS));
+}
+
+// Where a thread's patch lies.
+typedef struct {
+    int group;  // 8-column group in the tile, 0..7
+    int word;   // 4-row word in the tile, 0..31
+    int column; // first column in the tensor
+} ElementPlace;
+
+__device__ static inline ElementPlace element_place(void) {
+    ElementPlace place;
+    place.group = threadIdx.x % (ELEMENT_COLS / PATCH_COLS);
+    place.word = threadIdx.x / (ELEMENT_COLS / PATCH_COLS);
+    place.column = blockIdx.x * ELEMENT_COLS + place.group * PATCH_COLS;
+    return place;
+}
+
+// The transposed form of a block's tile, through shared memory. The whole block calls.
+__device__ static inline void element_store_transposed(const FormsOut& out, uint32_t* tile, const Fp8Patch* patch,
+                                                       ElementPlace place, int first_row, int rows, int cols) {
+    patch_to_tile(tile, ELEMENT_LOG2_WORDS, place.group * PATCH_COLS, place.word, patch);
+    __syncthreads();
+    int first_column = blockIdx.x * ELEMENT_COLS;
+    store_transposed(out.transposed, tile, ELEMENT_LOG2_WORDS, min(ELEMENT_COLS, cols - first_column), first_column,
+                     first_row, rows);
+    __syncthreads(); // the next tile may be written
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// column sums in fixed order: blocks write partial sums (num_partials, cols) into the workspace, a second kernel adds
+// them up, first to last, into the FP32 gradient
+
+#define COLUMN_SUMS 3        // most column sums one op makes (layernorm_backward)
+#define COLUMN_PARTIALS 512  // partial sums per column, at most...
+#define COLUMN_PARTIALS_WIDE 256 // ...and when the op makes three and has more columns than
+#define COLUMN_WIDE 4096
+
+typedef struct {
+    float* to[COLUMN_SUMS]; // (cols) FP32, += ; NULL: not wanted
+} ColumnSums;
+
+size_t reduction_workspace_bytes(Device* dev, int cols) {
+    (void)dev;
+    size_t narrow = (size_t)COLUMN_PARTIALS * (cols < COLUMN_WIDE ? cols : COLUMN_WIDE);
+    size_t wide = (size_t)COLUMN_PARTIALS_WIDE * cols;
+    size_t bytes = COLUMN_SUMS * sizeof(float) * (narrow > wide ? narrow : wide);
+    return bytes > 65536 ? bytes : 65536; // global_norm's partial sums have no columns
+}
+
+// The workspace as `count` floats.
+static inline float* workspace_floats(Device* dev, const char* name, size_t count) {
+    check(dev->workspace_bytes >= count * sizeof(float), "%s: workspace has %zu bytes, want %zu (%s)", name,
+          dev->workspace_bytes, count * sizeof(float), "reduction_workspace_bytes");
+    return (float*)dev->workspace;
+}
+
+// to[c] = sum over row lanes of the threads' sums. Threads hold 8 columns each: thread (lane, group) those of `group`.
+// The whole block calls; `active` threads have sums; buffer: num_lanes * num_groups * 8 floats of shared memory.
+__device__ static inline void block_column_sums(float* to, float* buffer, const float sums[8], int active, int lane,
+                                                int group, int num_lanes, int num_groups, int num_columns) {
+    __syncthreads(); // the buffer may still be read as something else
+    if (active) {
+        float4* mine = (float4*)(buffer + (lane * num_groups + group) * PATCH_COLS);
+        mine[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        mine[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < num_columns; c += blockDim.x) {
+        float sum = 0.0f;
+        for (int l = 0; l < num_lanes; l++) {
+            sum += buffer[l * num_groups * PATCH_COLS + c];
+        }
+        to[c] = sum;
+    }
+}
+
+// sums.to[s][c] += sum over p of partials[s][p][c].   grid (cols / 32, sums), block (32, 16)
+__global__ void __launch_bounds__(512) column_sums_kernel(ColumnSums sums, const float* partials, int num_partials,
+                                                          int cols) {
+    __shared__ float lanes[16][32];
+    int c = blockIdx.x * 32 + threadIdx.x;
+    const float* from = partials + (size_t)blockIdx.y * num_partials * cols;
+    float sum = 0.0f;
+    if (c < cols) {
+#pragma unroll 4
+        for (int p = threadIdx.y; p < num_partials; p += 16) {
+            sum += from[(size_t)p * cols + c];
+        }
+    }
+    lanes[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && c < cols) {
+        for (int l = 1; l < 16; l++) {
+            sum += lanes[l][threadIdx.x];
+        }
+        float* to = blockIdx.y == 0 ? sums.to[0] : blockIdx.y == 1 ? sums.to[1] : sums.to[2];
+        if (to != NULL) { to[c] += sum; }
+    }
+}
+
+static inline void column_sums_add(Device* dev, ColumnSums sums, int num_sums, const float* partials, int num_partials,
+                                   int cols) {
+    dim3 grid((unsigned)ceil_div((size_t)cols, 32), (unsigned)num_sums);
+    column_sums_kernel<<<grid, dim3(32, 16), 0, dev->stream>>>(sums, partials, num_partials, cols);
+    cuda_check(cudaGetLastError());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// clusters: blocks that run together and read each other's shared memory. A launch without the attribute is a cluster
+// of one.
+
+__device__ static inline uint32_t cluster_rank(void) {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Every thread of every block arrives, then waits; what was written before the arrival is visible after the wait.
+__device__ static inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ static inline void cluster_wait(void) { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// *p as it stands in the shared memory of block `rank` of the cluster.
+__device__ static inline float2 cluster_load(const float2* p, uint32_t rank) {
+    uint32_t mine = (uint32_t)__cvta_generic_to_shared(p), theirs;
+    float2 value;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(theirs) : "memory");
+    return value;
+}
 
 #endif
