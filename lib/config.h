@@ -692,9 +692,10 @@ static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int n
         train->total_batch_tokens = micro_tokens;
     }
     int64_t total = train->total_batch_tokens;
+    int64_t nearest = total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens;
     check(total % micro_tokens == 0, "--total-batch-tokens (-d): %lld is not a multiple of B * T * GPUs = "
           "%lld * %lld * %d = %lld; nearest: %lld", (long long)total, (long long)B, (long long)T, num_ranks,
-          (long long)micro_tokens, (long long)(total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens));
+          (long long)micro_tokens, (long long)nearest);
     check(total / micro_tokens <= INT_MAX, "--total-batch-tokens (-d): %lld micro-steps are too many",
           (long long)(total / micro_tokens));
     check(!train->overfit_single_batch || train->val_data[0] != 0,
