@@ -84,6 +84,13 @@ static __device__ __forceinline__ float attention_exp2(float x) {
 // Which warp; through a shuffle, so that the compiler knows it to be the same in all lanes.
 static __device__ __forceinline__ int attention_warp() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); }
 
+// blockIdx.x, read anew each time: what is derived from it can be derived again instead of being kept.
+static __device__ __forceinline__ int attention_block_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
+
 static __device__ __forceinline__ uint32_t attention_shared_address(const void* p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
@@ -95,6 +102,22 @@ __host__ __device__ constexpr int attention_row_bytes(int HS) { return (HS + 8) 
 // m16 tiles per warp where HS/8 accumulators per tile are kept (dq) or two sets of them (dkv), and n8 tiles of scores
 // per step: together 8 independent mma, enough to hide the latency of one from a single warp.
 __host__ __device__ constexpr int attention_backward_m(int HS) { return HS <= 64 ? 2 : 1; }
+
+// What this CTA works on: the blocks of a head are neighbours.
+typedef struct {
+    int block, head, b, h; // head = b * NH + h
+} AttentionPlace;
+
+// NOTE: called again for the epilogue on purpose. Kept through the main loop, these are the values that get spilled.
+static __device__ __forceinline__ AttentionPlace attention_place(int num_blocks, int NH) {
+    AttentionPlace at;
+    int index = attention_block_index();
+    at.head = index / num_blocks;
+    at.block = index % num_blocks;
+    at.b = at.head / NH;
+    at.h = at.head % NH;
+    return at;
+}
 
 // One 32-bit operand register of two values; the first is the lower half.
 static __device__ __forceinline__ uint32_t attention_pack(float low, float high) {
@@ -134,13 +157,16 @@ template <int HS> static __device__ __forceinline__ uint32_t attention_lane_b(ui
 // Start copying rows [first, first + ROWS) of x (T, HS; rows `stride` elements apart) into a tile; zeros beyond T.
 template <int HS, int ROWS>
 static __device__ __forceinline__ void attention_load_tile(uint32_t tile, const bf16* x, int stride, int first, int T) {
-    constexpr int chunks = HS / 8; // even, so the loop below has no remainder
+    constexpr int threads_per_row = HS == 16 ? 2 : HS == 32 ? 4 : HS <= 64 ? 8 : 16; // 16-byte chunks, some idle
+    constexpr int rows_per_step = ATTENTION_THREADS / threads_per_row;
+    const int row = threadIdx.x / threads_per_row, chunk = threadIdx.x % threads_per_row;
+    const uint32_t to = tile + row * attention_row_bytes(HS) + chunk * 16;
+    const bf16* from = x + (size_t)(first + row) * stride + chunk * 8;
+    if (chunk < HS / 8) {
 #pragma unroll
-    for (int i = 0; i < ROWS * chunks / ATTENTION_THREADS; i++) {
-        int item = i * ATTENTION_THREADS + (int)threadIdx.x;
-        int row = item / chunks, chunk = item % chunks;
-        attention_copy_async(tile + row * attention_row_bytes(HS) + chunk * 16,
-                             x + (size_t)first * stride + row * stride + chunk * 8, first + row < T);
+        for (int i = 0; i < ROWS; i += rows_per_step) {
+            attention_copy_async(to + i * attention_row_bytes(HS), from + i * stride, first + row + i < T);
+        }
     }
 }
 
@@ -334,10 +360,10 @@ builtin_attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, 
     extern __shared__ __align__(16) char attention_shared[];
 
     // which block
-    const int num_blocks = (T + ROWS - 1) / ROWS;
-    const int head = blockIdx.x / num_blocks, block = num_blocks - 1 - blockIdx.x % num_blocks;
-    const int b = head / NH, h = head % NH, C = NH * HS, stride = 3 * C;
-    const bf16* q = qkv + (size_t)b * T * stride + h * HS;
+    const int num_blocks = (T + ROWS - 1) / ROWS, C = NH * HS, stride = 3 * C;
+    const AttentionPlace at = attention_place(num_blocks, NH);
+    const int block = num_blocks - 1 - at.block;
+    const bf16* q = qkv + (size_t)at.b * T * stride + at.h * HS;
     const bf16 *k = q + C, *v = k + C;
     const int lane = threadIdx.x % 32, warp = attention_warp();
     const int warp_row = warp * 16 * M, warp_q = block * ROWS + warp_row;
@@ -418,14 +444,16 @@ builtin_attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, 
     }
 
     // out = o / row sum; lse
+    const AttentionPlace to = attention_place(num_blocks, NH);
+    const int to_row = (num_blocks - 1 - to.block) * ROWS + warp_row;
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = attention_quad_sum(row_sum[m][r]), inverse = __fdividef(1.0f, sum);
-            int row = warp_q + 16 * m + 8 * r + lane / 4;
+            int row = to_row + 16 * m + 8 * r + lane / 4;
             if (lane % 4 == 0 && row < T) {
-                lse[(size_t)head * T + row] = fmaf(row_max[m][r], scale, logf(sum));
+                lse[(size_t)to.head * T + row] = fmaf(row_max[m][r], scale, logf(sum));
             }
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) {
@@ -435,7 +463,7 @@ builtin_attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, 
         }
     }
     char* own_rows = attention_shared + warp_row * row_bytes;
-    attention_store_rows<HS, M>(out + (size_t)b * T * C + h * HS, o, own_rows, C, warp_q, T);
+    attention_store_rows<HS, M>(out + (size_t)to.b * T * C + to.h * HS, o, own_rows, C, to_row, T);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -466,12 +494,12 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
     extern __shared__ __align__(16) char attention_shared[];
 
     // which block
-    const int num_blocks = (T + ROWS - 1) / ROWS;
-    const int head = blockIdx.x / num_blocks, block = num_blocks - 1 - blockIdx.x % num_blocks;
-    const int b = head / NH, h = head % NH, C = NH * HS, stride = 3 * C;
-    const bf16* q = qkv + (size_t)b * T * stride + h * HS;
+    const int num_blocks = (T + ROWS - 1) / ROWS, C = NH * HS, stride = 3 * C;
+    const AttentionPlace at = attention_place(num_blocks, NH);
+    const int block = num_blocks - 1 - at.block;
+    const bf16* q = qkv + (size_t)at.b * T * stride + at.h * HS;
     const bf16 *k = q + C, *v = k + C;
-    const size_t out_offset = (size_t)b * T * C + h * HS;
+    const size_t out_offset = (size_t)at.b * T * C + at.h * HS;
     const int lane = threadIdx.x % 32, warp = attention_warp();
     const int warp_row = warp * 16 * M, warp_q = block * ROWS + warp_row;
 
@@ -498,7 +526,7 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
             float sum = 0.0f;
             row_lse[m][r] = INFINITY;
             if (row < T) {
-                row_lse[m][r] = lse[(size_t)head * T + row] * ATTENTION_LOG2E;
+                row_lse[m][r] = lse[(size_t)at.head * T + row] * ATTENTION_LOG2E;
 #pragma unroll
                 for (int c = 0; c < HS; c += 32) {
                     int column = c + (lane % 4) * 8;
@@ -512,7 +540,7 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
             }
             row_delta[m][r] = attention_quad_sum(sum);
             if (lane % 4 == 0 && row < T) {
-                delta[(size_t)head * T + row] = row_delta[m][r];
+                delta[(size_t)at.head * T + row] = row_delta[m][r];
             }
         }
     }
@@ -547,32 +575,33 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
             }
             const uint32_t offset = slot * stage_bytes + sub * row_bytes;
 
-            // s = q k^T, then P
-            float s[M][N][4];
+            // s = q k^T;  dp = dout v^T, while the exponentials turn s into P
+            float s[M][N][4], dp[M][N][4];
             attention_clear(s);
+            attention_clear(dp);
 #pragma unroll
             for (int j = 0; j < K; j++) {
                 attention_mma_rows<HS>(s, q_operand[j], k_lane + offset + j * 32);
             }
 #pragma unroll
-            for (int m = 0; m < M; m++) {
+            for (int j = 0; j < K; j++) {
+                attention_mma_rows<HS>(dp, dout_operand[j], v_lane + offset + j * 32);
 #pragma unroll
-                for (int i = 0; i < N * 4; i++) {
-                    float p = attention_exp2(fmaf(s[m][i / 4][i % 4], scale_log2, -row_lse[m][i % 4 / 2]));
-                    s[m][i / 4][i % 4] = p;
+                for (int i = j * N / K; i < (j + 1) * N / K; i++) {
+#pragma unroll
+                    for (int m = 0; m < M; m++) {
+                        s[m][i][0] = attention_exp2(fmaf(s[m][i][0], scale_log2, -row_lse[m][0]));
+                        s[m][i][1] = attention_exp2(fmaf(s[m][i][1], scale_log2, -row_lse[m][0]));
+                        s[m][i][2] = attention_exp2(fmaf(s[m][i][2], scale_log2, -row_lse[m][1]));
+                        s[m][i][3] = attention_exp2(fmaf(s[m][i][3], scale_log2, -row_lse[m][1]));
+                    }
                 }
             }
             if (first + 8 * N - 1 > warp_q) {
                 attention_mask<1>(s, warp_q - first + lane / 4 - (lane % 4) * 2, 0.0f);
             }
 
-            // dp = dout v^T, then dS
-            float dp[M][N][4];
-            attention_clear(dp);
-#pragma unroll
-            for (int j = 0; j < K; j++) {
-                attention_mma_rows<HS>(dp, dout_operand[j], v_lane + offset + j * 32);
-            }
+            // dS;  dq += dS k
 #pragma unroll
             for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -580,8 +609,6 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
                     s[m][i / 4][i % 4] *= dp[m][i / 4][i % 4] - row_delta[m][i % 4 / 2];
                 }
             }
-
-            // dq += dS k
 #pragma unroll
             for (int j = 0; j < N / 2; j++) {
                 uint32_t ds[M][4];
@@ -598,8 +625,10 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
             dq[m][i / 4][i % 4] *= scale;
         }
     }
-    attention_store_rows<HS, M>(dqkv + (size_t)b * T * stride + h * HS, dq, attention_shared + warp_row * row_bytes,
-                                stride, warp_q, T);
+    const AttentionPlace to = attention_place(num_blocks, NH);
+    bf16* dq_head = dqkv + (size_t)to.b * T * stride + to.h * HS;
+    attention_store_rows<HS, M>(dq_head, dq, attention_shared + warp_row * row_bytes, stride,
+                                (num_blocks - 1 - to.block) * ROWS + warp_row, T);
 }
 
 // dk and dv of dqkv (B, T, 3, NH, HS) BF16. Works on S^T and dP^T, so that a warp owns keys and sums over queries.
@@ -619,12 +648,12 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
     extern __shared__ __align__(16) char attention_shared[];
 
     // which block: block 0 sees every query, so it is the heaviest
-    const int num_blocks = (T + ROWS - 1) / ROWS;
-    const int head = blockIdx.x / num_blocks, block = blockIdx.x % num_blocks;
-    const int b = head / NH, h = head % NH, C = NH * HS, stride = 3 * C;
-    const bf16* q = qkv + (size_t)b * T * stride + h * HS;
+    const int num_blocks = (T + ROWS - 1) / ROWS, C = NH * HS, stride = 3 * C;
+    const AttentionPlace at = attention_place(num_blocks, NH);
+    const int block = at.block;
+    const bf16* q = qkv + (size_t)at.b * T * stride + at.h * HS;
     const bf16 *k = q + C, *v = k + C;
-    const bf16* dout_head = dout + (size_t)b * T * C + h * HS;
+    const bf16* dout_head = dout + (size_t)at.b * T * C + at.h * HS;
     const int lane = threadIdx.x % 32, warp = attention_warp();
     const int warp_row = warp * 16 * M, warp_kv = block * ROWS + warp_row;
 
@@ -639,7 +668,7 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
     constexpr int dout_offset = ATTENTION_STAGE * row_bytes; // from q to dout in a stage
 
     // this thread brings one number per stage: threads 0..63 lse (+inf beyond T: P = 0), 64..127 delta
-    const float* stat = (threadIdx.x < ATTENTION_STAGE ? lse : delta) + (size_t)head * T;
+    const float* stat = (threadIdx.x < ATTENTION_STAGE ? lse : delta) + (size_t)at.head * T;
     const float stat_factor = threadIdx.x < ATTENTION_STAGE ? ATTENTION_LOG2E : 1.0f;
     const float stat_beyond = threadIdx.x < ATTENTION_STAGE ? INFINITY : 0.0f;
     const int stat_row = threadIdx.x % ATTENTION_STAGE;
@@ -679,9 +708,10 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
             const uint32_t offset = slot * stage_bytes + sub * row_bytes;
             const float* sub_stats = stats + slot * 2 * ATTENTION_STAGE + sub + (lane % 4) * 2;
 
-            // s = k q^T, then P^T
-            float s[M][N][4];
+            // s = k q^T;  dp = v dout^T, while the exponentials turn s into P^T
+            float s[M][N][4], dp[M][N][4];
             attention_clear(s);
+            attention_clear(dp);
 #pragma unroll
             for (int j = 0; j < K; j++) {
                 uint32_t a[M][4];
@@ -692,14 +722,23 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
                 attention_mma_rows<HS>(s, a, q_lane + offset + j * 32);
             }
 #pragma unroll
-            for (int i = 0; i < N; i++) {
-                float2 column_lse = *(const float2*)(sub_stats + 8 * i);
+            for (int j = 0; j < K; j++) {
+                uint32_t a[M][4];
 #pragma unroll
                 for (int m = 0; m < M; m++) {
-                    s[m][i][0] = attention_exp2(fmaf(s[m][i][0], scale_log2, -column_lse.x));
-                    s[m][i][1] = attention_exp2(fmaf(s[m][i][1], scale_log2, -column_lse.y));
-                    s[m][i][2] = attention_exp2(fmaf(s[m][i][2], scale_log2, -column_lse.x));
-                    s[m][i][3] = attention_exp2(fmaf(s[m][i][3], scale_log2, -column_lse.y));
+                    attention_ldmatrix(a[m], v_lane + m * 16 * row_bytes + j * 32);
+                }
+                attention_mma_rows<HS>(dp, a, q_lane + dout_offset + offset + j * 32);
+#pragma unroll
+                for (int i = j * N / K; i < (j + 1) * N / K; i++) {
+                    float2 column_lse = *(const float2*)(sub_stats + 8 * i);
+#pragma unroll
+                    for (int m = 0; m < M; m++) {
+                        s[m][i][0] = attention_exp2(fmaf(s[m][i][0], scale_log2, -column_lse.x));
+                        s[m][i][1] = attention_exp2(fmaf(s[m][i][1], scale_log2, -column_lse.y));
+                        s[m][i][2] = attention_exp2(fmaf(s[m][i][2], scale_log2, -column_lse.x));
+                        s[m][i][3] = attention_exp2(fmaf(s[m][i][3], scale_log2, -column_lse.y));
+                    }
                 }
             }
             if (first < warp_kv + 16 * M - 1) {
@@ -714,18 +753,7 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
                 attention_mma_columns<HS>(dv, p, q_lane_transposed + dout_offset + offset + j * 16 * row_bytes);
             }
 
-            // dp = v dout^T, then dS^T
-            float dp[M][N][4];
-            attention_clear(dp);
-#pragma unroll
-            for (int j = 0; j < K; j++) {
-                uint32_t a[M][4];
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    attention_ldmatrix(a[m], v_lane + m * 16 * row_bytes + j * 32);
-                }
-                attention_mma_rows<HS>(dp, a, q_lane + dout_offset + offset + j * 32);
-            }
+            // dS^T;  dk += dS^T q
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 float2 column_delta = *(const float2*)(sub_stats + ATTENTION_STAGE + 8 * i);
@@ -737,8 +765,6 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
                     s[m][i][3] *= dp[m][i][3] - column_delta.y;
                 }
             }
-
-            // dk += dS^T q
 #pragma unroll
             for (int j = 0; j < N / 2; j++) {
                 uint32_t ds[M][4];
@@ -756,10 +782,11 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
             dk[m][i / 4][i % 4] *= scale;
         }
     }
-    bf16* dk_head = dqkv + (size_t)b * T * stride + C + h * HS;
+    const AttentionPlace to = attention_place(num_blocks, NH);
+    bf16* dk_head = dqkv + (size_t)to.b * T * stride + C + to.h * HS;
     char* own_rows = attention_shared + warp_row * row_bytes;
-    attention_store_rows<HS, M>(dk_head, dk, own_rows, stride, warp_kv, T);
-    attention_store_rows<HS, M>(dk_head + C, dv, own_rows + ROWS * row_bytes, stride, warp_kv, T);
+    attention_store_rows<HS, M>(dk_head, dk, own_rows, stride, to.block * ROWS + warp_row, T);
+    attention_store_rows<HS, M>(dk_head + C, dv, own_rows + ROWS * row_bytes, stride, to.block * ROWS + warp_row, T);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
