@@ -58,6 +58,13 @@ static inline int cpu_thread_index(void) {
 #endif
 }
 
+// Threads for work that takes one thread so many microseconds: one or all. Results never depend on it; small ops on a
+// busy machine do, where threads that wait for each other wait for a time slice. Nothing between, because libgomp ends
+// and restarts its threads whenever the number changes between two numbers above one.
+static inline int cpu_threads_for(const Device* dev, double microseconds) {
+    return microseconds < 20.0 + dev->num_threads ? 1 : dev->num_threads;
+}
+
 // At least `bytes` of scratch, aligned; contents undefined. `slot` is the caller's thread index, or dev->num_threads
 // for the shared one, which is asked for outside parallel regions only.
 static inline void* cpu_scratch(Device* dev, int slot, size_t bytes) {

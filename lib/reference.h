@@ -230,7 +230,7 @@ static inline float produce_pass(Device* dev, RowOutput out, Producer producer, 
                                  float* partials, Pass pass) {
     int chunk_rows = chunk_rows_for(rows), chunks = (rows + chunk_rows - 1) / chunk_rows;
     float amaxes[REDUCTION_CHUNKS];
-#pragma omp parallel for schedule(static) num_threads(dev->num_threads)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-3 * rows * cols))
     for (int chunk = 0; chunk < chunks; chunk++) {
         int start = chunk * chunk_rows, end = rows - start < chunk_rows ? rows : start + chunk_rows;
         float* chunk_sums = partials == NULL ? NULL : partials + (size_t)chunk * producer.num_sums * cols;
@@ -441,12 +441,13 @@ static inline void product_task(Device* dev, const Product* p, const float* b_pa
 // c = alpha a . b (+ c if epilogue.add) + bias, rounded if epilogue.round. Partial sums over BLOCK_K k's are FP32 and
 // meet in c, whose storage is FP32 for bf16 values, too.
 static inline void matrix_product(Device* dev, const Product* p) {
-    int rows_per_task = (int)round_up((size_t)(p->M + 4 * dev->num_threads - 1) / (4 * (size_t)dev->num_threads), TILE_M);
+    int num_threads = cpu_threads_for(dev, 2e-5 * p->M * p->N * p->K);
+    int rows_per_task = (int)round_up((size_t)(p->M + 4 * num_threads - 1) / (4 * (size_t)num_threads), TILE_M);
     rows_per_task = rows_per_task < BLOCK_M ? rows_per_task : BLOCK_M;
     size_t panel_cols = round_up((size_t)(p->N < BLOCK_N ? p->N : BLOCK_N), TILE_N);
     size_t panel_floats = panel_cols * (size_t)(p->K < PANEL_K ? p->K : PANEL_K);
     float* b_panels = (float*)cpu_scratch(dev, dev->num_threads, panel_floats * sizeof(float));
-#pragma omp parallel num_threads(dev->num_threads)
+#pragma omp parallel num_threads(num_threads)
     for (int j = 0; j < p->N; j += BLOCK_N) {
         int n = p->N - j < BLOCK_N ? p->N - j : BLOCK_N;
         for (int k = 0; k < p->K; k += PANEL_K) {
@@ -470,7 +471,7 @@ static inline void matrix_product(Device* dev, const Product* p) {
 
 void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wte, const bf16* wpe, int B, int T,
                        int C) {
-#pragma omp parallel for schedule(static) num_threads(dev->num_threads)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 2e-4 * B * T * C))
     for (int row = 0; row < B * T; row++) {
         const float* token = wte + (size_t)tokens[row] * C;
         const float* position = wpe + (size_t)(row % T) * C;
@@ -498,7 +499,7 @@ static inline void sum_rows(float* to, const float* from, const int* index, int 
 
 void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B, int T,
                         int C) {
-#pragma omp parallel num_threads(dev->num_threads)
+#pragma omp parallel num_threads(cpu_threads_for(dev, 5e-4 * B * T * C))
     {
         float* sum = (float*)cpu_scratch(dev, cpu_thread_index(), (size_t)C * sizeof(float));
 #pragma omp for schedule(dynamic, 8)
@@ -784,7 +785,7 @@ static inline void attention_forward_head(Device* dev, float* out, float* lse, A
 void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
     check_attention("attention_forward", B, T, NH, HS);
     size_t C = (size_t)NH * HS;
-#pragma omp parallel for schedule(dynamic) num_threads(dev->num_threads)
+#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads_for(dev, 4e-5 * B * T * T * C))
     for (int head = 0; head < B * NH; head++) {
         float* head_out = out + (size_t)(head / NH) * T * C + (size_t)(head % NH) * HS;
         attention_forward_head(dev, head_out, lse + (size_t)head * T, attention_head(qkv, head, T, NH, HS), C);
@@ -878,7 +879,7 @@ void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* o
                         int B, int T, int NH, int HS) {
     check_attention("attention_backward", B, T, NH, HS);
     size_t C = (size_t)NH * HS;
-#pragma omp parallel for schedule(dynamic) num_threads(dev->num_threads)
+#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads_for(dev, 1e-4 * B * T * T * C))
     for (int head = 0; head < B * NH; head++) {
         size_t at = (size_t)(head / NH) * T * C, column = (size_t)(head % NH) * HS;
         attention_backward_head(dev, dqkv + 3 * at + column, dout + at + column, out + at + column,
@@ -1020,7 +1021,7 @@ static inline float classifier_row(const Device* dev, float* logits, int target,
 void classifier(Device* dev, bf16* logits, float* losses, const int* targets, float dloss, int with_gradient, int rows,
                 int V, int Vp) {
     check(V > 0 && V <= Vp, "classifier: (V, Vp) = (%d, %d), want 0 < V <= Vp", V, Vp);
-#pragma omp parallel for schedule(static) num_threads(dev->num_threads)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-3 * rows * Vp))
     for (int row = 0; row < rows; row++) {
         losses[row] = classifier_row(dev, logits + (size_t)row * Vp, targets[row], dloss, with_gradient, V, Vp);
     }
@@ -1044,7 +1045,7 @@ void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
     (void)dev; // unused without OpenMP
     double sums[NORM_CHUNKS];
     size_t chunk = (n + NORM_CHUNKS - 1) / NORM_CHUNKS;
-#pragma omp parallel for schedule(static) num_threads(dev->num_threads)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-4 * n))
     for (int c = 0; c < NORM_CHUNKS; c++) {
         size_t start = c * chunk < n ? c * chunk : n, end = n - start < chunk ? n : start + chunk;
         double sum = 0.0; // squares of FP32 gradients neither overflow nor vanish in FP64
@@ -1097,7 +1098,7 @@ static inline void params_update(Device* dev, ParamState p, ParamUpdate u) {
     size_t chunks_per_layer = (p.n + PARAM_CHUNK - 1) / PARAM_CHUNK;
     size_t num_chunks = chunks_per_layer * (size_t)p.layers;
     float* amaxes = (float*)cpu_scratch(dev, dev->num_threads, (num_chunks + 1) * sizeof(float));
-#pragma omp parallel for schedule(static) num_threads(dev->num_threads)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-3 * num_chunks * PARAM_CHUNK))
     for (size_t chunk = 0; chunk < num_chunks; chunk++) {
         size_t in_layer = chunk % chunks_per_layer * PARAM_CHUNK;
         size_t start = chunk / chunks_per_layer * p.n + in_layer;

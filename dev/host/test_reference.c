@@ -233,6 +233,7 @@ static void embedding_case(int fp32, int B, int T, int C, int V) {
 static void test_embedding(void) {
     embedding_case(0, 3, 67, 19, 11);
     embedding_case(1, 5, 31, 64, 23);
+    embedding_case(0, 11, 53, 320, 7);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -884,10 +885,11 @@ static void test_producers_measure(void) {
     close_device(dev);
 }
 
+// Shapes from here on are large enough that cpu_threads_for gives them all threads.
 static void test_producers_threads(void) {
     Device *one = open_device(0, 1), *three = open_device(0, 3);
     for (int i = 0; i < NUM_PRODUCERS; i++) {
-        ProducerCase a = new_case(229, 67, producer_tests[i].format), b = new_case(229, 67, producer_tests[i].format);
+        ProducerCase a = new_case(829, 67, producer_tests[i].format), b = new_case(829, 67, producer_tests[i].format);
         a.measure_first = a.record = b.measure_first = b.record = 1;
         producer_tests[i].run(one, &a);
         producer_tests[i].run(three, &b);
@@ -898,19 +900,28 @@ static void test_producers_threads(void) {
 }
 
 static void test_other_ops_threads(void) {
-    enum { ROWS = 150, C = 272, OC = 48, T = 75, B = 2, NH = 17, HS = 16 };
-    float *y[2], *dx[2], *dw[2], *out[2], *lse[2], *dqkv[2], *losses[2], *logits[2];
+    enum { ROWS = 150, C = 272, OC = 208, T = 75, B = 2, NH = 17, HS = 16, NORM_N = ROWS * 3 * C * 3 };
+    float *y[2], *dx[2], *dw[2], *out[2], *lse[2], *dqkv[2], *losses[2], *logits[2], *dwte[2], *dwpe[2];
     StepState state[2];
     test_random_state = 5;
     E4m3Tensor x = {random_values(ROWS * C, 1.0), NULL, NULL, NULL, test_recipe, 0, 0};
     E4m3Tensor w = {random_values(OC * C, 1.0), NULL, NULL, NULL, test_recipe, 0, 0};
     E5m2Tensor dy = {random_values(ROWS * OC, 1.0), NULL, NULL, NULL, test_recipe, 0, 0};
     float *qkv = random_values(ROWS * 3 * C, 1.0), *dw_start = random_values(OC * C, 1.0);
-    float* logits_start = random_values(ROWS * OC, 3.0);
-    int targets[ROWS];
+    float *logits_start = random_values(ROWS * OC, 3.0), *grads = random_values(NORM_N, 1.0);
+    float* dresidual = random_values(3 * ROWS * C, 1.0); // (3 ROWS, C)
+    int targets[ROWS], rows[3 * ROWS], bucket_token[10], bucket_start[11];
     for (int i = 0; i < ROWS; i++) {
         targets[i] = i % 41;
     }
+    for (int i = 0; i < 3 * ROWS; i++) { // tokens 0..9, 45 rows each
+        rows[i] = i / 45 + i % 45 * 10;
+    }
+    for (int i = 0; i <= 10; i++) {
+        bucket_start[i] = 45 * i;
+        bucket_token[i < 10 ? i : 0] = i < 10 ? i : 0;
+    }
+    TokenIndex index = {rows, bucket_token, bucket_start, 10};
     for (int i = 0; i < 2; i++) {
         Device* dev = open_device(0, i == 0 ? 1 : 3);
         y[i] = poisoned_floats(ROWS * OC), dx[i] = poisoned_floats(ROWS * C), dw[i] = copy_of(dw_start, OC * C);
@@ -924,7 +935,9 @@ static void test_other_ops_threads(void) {
         attention_backward(dev, dqkv[i], x.wide, out[i], lse[i], qkv, B, T, NH, HS);
         classifier(dev, logits[i], losses[i], targets, 0.01f, 1, ROWS, 41, OC);
         loss_add(dev, &state[i], losses[i], 1.0f / ROWS, ROWS);
-        global_norm(dev, &state[i], qkv, ROWS * 3 * C);
+        global_norm(dev, &state[i], grads, NORM_N);
+        dwte[i] = (float*)calloc_or_die(10 * C, sizeof(float)), dwpe[i] = (float*)calloc_or_die(T * C, sizeof(float));
+        embedding_backward(dev, dwte[i], dwpe[i], dresidual, index, 3 * ROWS / T, T, C);
         close_device(dev);
     }
     expect_same_bits("matmul_forward", y[0], y[1], ROWS * OC * sizeof(float));
@@ -936,10 +949,14 @@ static void test_other_ops_threads(void) {
     expect_same_bits("classifier", logits[0], logits[1], ROWS * OC * sizeof(float));
     expect_same_bits("losses", losses[0], losses[1], ROWS * sizeof(float));
     expect_same_bits("global_norm", &state[0], &state[1], sizeof(StepState));
+    expect_same_bits("dwte", dwte[0], dwte[1], 10 * C * sizeof(float));
+    expect_same_bits("dwpe", dwpe[0], dwpe[1], T * C * sizeof(float));
     for (int i = 0; i < 2; i++) {
+        free(dwte[i]), free(dwpe[i]);
         free(y[i]), free(dx[i]), free(dw[i]), free(out[i]), free(lse[i]), free(dqkv[i]), free(losses[i]), free(logits[i]);
     }
     free(x.wide), free(w.wide), free(dy.wide), free(qkv), free(dw_start), free(logits_start);
+    free(grads), free(dresidual);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
