@@ -823,9 +823,18 @@ static void open_data(Run* run, const TrainConfig* train, const GptConfig* confi
     DataOptions options = {train->batch_size, train->seq_len, train->rank, train->num_ranks, config->vocab_size,
                            DATA_SHUFFLED, (uint32_t)train->seed};
     if (train->overfit_single_batch) { options.order = DATA_IN_ORDER; }
-    dataloader_open(&run->train_loader, train->overfit_single_batch ? train->val_data : train->train_data, options);
     run->num_steps = train->max_steps;
-    if (run->num_steps == -1) { run->num_steps = (int)(run->train_loader.num_tokens / train->total_batch_tokens); }
+    if (run->num_steps != 0) {
+        const char* pattern = train->overfit_single_batch ? train->val_data : train->train_data;
+        dataloader_open(&run->train_loader, pattern, options);
+        int64_t epoch = run->train_loader.num_tokens / train->total_batch_tokens;
+        if (run->num_steps == -1) {
+            check(epoch > 0, "one epoch of '%s' is %lld tokens, less than one step of %lld: want more data, a smaller -d, "
+                  "or a number of steps (-x)", pattern, (long long)run->train_loader.num_tokens,
+                  (long long)train->total_batch_tokens);
+            run->num_steps = (int)epoch;
+        }
+    }
     run->has_val = train->val_data[0] != 0 && train->val_every > 0;
     if (run->has_val) {
         options.order = DATA_IN_ORDER;
@@ -937,7 +946,11 @@ int main(int argc, char** argv) {
     memset(&run, 0, sizeof(run));
     run.has_tokenizer = train.tokenizer[0] != 0;
     if (run.has_tokenizer) { tokenizer_init(&run.tokenizer, train.tokenizer); }
-    if (!train.dry_run) { open_data(&run, &train, &config); }
+    if (!train.dry_run) { // everything that can be wrong with files, before the GPU's memory is touched
+        open_data(&run, &train, &config);
+        logger_open(&run.logger, &train, &config);
+        if (rank == 0 && train.save_model[0] != 0) { checkpoint_check_writable(train.save_model); }
+    }
     if (rank == 0) {
         config_print(stdout, &train, &config);
         printf("| %-23s | %-52s |\n| %-23s | %-52s |\n", "device", device_name(dev), "attention",
@@ -952,11 +965,10 @@ int main(int argc, char** argv) {
         if (rank == 0) { roofline_print(stdout, &chip, &config, &train); }
     } else {
         start_weights(&model, weights);
-        logger_open(&run.logger, &train, &config);
         status = train_loop(&run, &model);
         if (rank == 0 && train.save_model[0] != 0) { save_model(&model, train.save_model); }
         logger_close(&run.logger);
-        dataloader_close(&run.train_loader);
+        if (run.num_steps != 0) { dataloader_close(&run.train_loader); }
         if (run.has_val) { dataloader_close(&run.val_loader); }
     }
     if (run.has_tokenizer) { tokenizer_free(&run.tokenizer); }
