@@ -24,7 +24,8 @@ void attention_select(Device* dev, AttentionKind kind) {
     snprintf(dev->attention_name, sizeof(dev->attention_name), "builtin");
     if (kind == ATTENTION_BUILTIN) { return; }
     dev->cudnn = cudnn_attention_open(reason, sizeof(reason));
-    check(dev->cudnn != NULL || kind == ATTENTION_AUTO, "--attention cudnn: %s; --attention builtin needs no cuDNN", reason);
+    check(dev->cudnn != NULL || kind == ATTENTION_AUTO, "--attention cudnn: %s; --attention builtin needs no cuDNN",
+          reason);
     if (dev->cudnn == NULL) { return; }
     dev->attention = kind;
     snprintf(dev->attention_name, sizeof(dev->attention_name), "cudnn %s", cudnn_attention_version(dev->cudnn));
@@ -49,10 +50,12 @@ static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS
     char reason[512] = "";
     CudnnAttentionShape shape = {B, T, NH, HS};
     if (cudnn_attention_plan(dev->cudnn, shape, workspace_bytes, reason, sizeof(reason))) { return 1; }
-    check(dev->attention == ATTENTION_AUTO, "--attention cudnn: B, T, NH, HS = %d, %d, %d, %d: %s", B, T, NH, HS, reason);
+    check(dev->attention == ATTENTION_AUTO, "--attention cudnn: B, T, NH, HS = %d, %d, %d, %d: %s", B, T, NH, HS,
+          reason);
     if (strstr(dev->attention_name, "builtin") == NULL) {
         size_t length = strlen(dev->attention_name);
-        snprintf(dev->attention_name + length, sizeof(dev->attention_name) - length, ", builtin for T %d, head %d", T, HS);
+        snprintf(dev->attention_name + length, sizeof(dev->attention_name) - length, ", builtin for T %d, head %d", T,
+                 HS);
     }
     return 0;
 }
@@ -65,8 +68,8 @@ size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS) {
 }
 
 static inline void attention_check_workspace(Device* dev, const char* who, size_t bytes, int B, int T, int NH, int HS) {
-    check(dev->workspace_bytes >= bytes, "%s: B, T, NH, HS = %d, %d, %d, %d: workspace of %zu bytes, want %zu", who, B, T,
-          NH, HS, dev->workspace_bytes, bytes);
+    check(dev->workspace_bytes >= bytes, "%s: B, T, NH, HS = %d, %d, %d, %d: workspace of %zu bytes, want %zu", who, B,
+          T, NH, HS, dev->workspace_bytes, bytes);
 }
 
 // out (B*T, C) BF16, lse (B, NH, T) FP32, from qkv (B*T, 3C) BF16; see floor.h.

@@ -85,7 +85,7 @@ struct CudnnAttention {
 // ---------------------------------------------------------------------------------------------------------------------
 // graphs
 
-// (B, NH, T, HS) as cuDNN counts, in a row-major (B, T, heads_per_token, HS): heads_per_token is 3 NH in qkv, NH in out.
+// (B, NH, T, HS) as cuDNN counts, in a row-major (B, T, heads_per_token, HS); that is 3 NH in qkv and NH in out.
 static fe::graph::Tensor_attributes tensor_of(const char* name, int id, CudnnAttentionShape s, int heads_per_token) {
     int64_t token = (int64_t)heads_per_token * s.HS;
     return fe::graph::Tensor_attributes()
@@ -210,8 +210,8 @@ CudnnAttention* cudnn_attention_open(char* reason, size_t reason_bytes) {
         cudnnHandle_t handle;
         cudnnStatus_t status = fe::detail::create_handle(&handle);
         if (status != CUDNN_STATUS_SUCCESS) {
-            snprintf(reason, reason_bytes, "cuDNN %s: cudnnCreate: %s", fe::detail::get_backend_version_string().c_str(),
-                     fe::detail::get_error_string(status));
+            snprintf(reason, reason_bytes, "cuDNN %s: cudnnCreate: %s",
+                     fe::detail::get_backend_version_string().c_str(), fe::detail::get_error_string(status));
             return NULL;
         }
         CudnnAttention* cudnn = new CudnnAttention();

@@ -1,7 +1,7 @@
 // Causal attention by cuDNN, behind plain C functions: only attention_cudnn.cpp sees NVIDIA's C++ headers.
 //
-// The program does not link cuDNN: cudnn_attention_open looks for libcudnn.so.9 at run time, so one binary runs with and
-// without it. A binary built without cudnn-frontend's headers (ENABLE_CUDNN not defined) has the stand-ins at the end.
+// The program does not link cuDNN: cudnn_attention_open looks for libcudnn.so.9 at run time, so one binary runs with
+// and without it. A binary built without cudnn-frontend's headers (ENABLE_CUDNN not defined) has the stand-ins at the end.
 #ifndef ATTENTION_CUDNN_H
 #define ATTENTION_CUDNN_H
 
@@ -43,7 +43,7 @@ void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int deterministic)
 int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, size_t* workspace_bytes, char* reason,
                          size_t reason_bytes);
 
-// out and lse, or dqkv, of a shape that was planned; `workspace` has at least the planned bytes. Asynchronous on stream.
+// out and lse, or dqkv, of a shape that was planned; `workspace` has at least the planned bytes. Asynchronous.
 void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace, void* out, float* lse,
                              const void* qkv, CudnnAttentionShape shape);
 void cudnn_attention_backward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace,

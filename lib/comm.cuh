@@ -106,7 +106,7 @@ static inline void comm_reduce(Comm* comm, Device* dev, float* data, size_t n, n
 // NOTE: NCCL picks the order of the sum by size and topology: the same on every run of one set-up, not across set-ups.
 void comm_sum(Comm* comm, Device* dev, float* data, size_t n) { comm_reduce(comm, dev, data, n, ncclSum); }
 
-// data (n) FP32 in device memory = maximum over ranks, in place. NaN is dropped by NCCL: scale_slots_gather makes it Inf.
+// data (n) FP32 in device memory = maximum over ranks, in place. NCCL drops NaN: scale_slots_gather makes it Inf.
 void comm_max(Comm* comm, Device* dev, float* data, size_t n) { comm_reduce(comm, dev, data, n, ncclMax); }
 
 // Smallest and largest of the ranks' host values.
