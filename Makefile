@@ -1,0 +1,190 @@
+# `make help` lists the targets. Everything that is compiled goes to build/, except the programs themselves.
+#
+#     make                the GPU program, ./train_gpt_fp8 (nvcc, Hopper)
+#     make cpu            the same program on the CPU floor of ops, ./train_gpt_fp8_cpu (g++)
+#
+# Variables (make NAME=value):
+#     CUDNN=0             leave the optional cuDNN attention out; by default it is in when its headers are found
+#     NVCC=, CUDA_PATH=   another CUDA toolkit than the one on PATH (or in /usr/local/cuda)
+#     NCCL_PATH=          an NCCL outside the toolkit: has include/nccl.h and lib/libnccl.so
+#     CUDNN_PATH=         a cuDNN outside the toolkit: has include/cudnn.h
+#     CUDNN_FRONTEND_PATH= cudnn-frontend: the folder that has cudnn_frontend.h, or its parent
+#     MARCH=              -march of `make cpu`, default native; x86-64-v3 makes a program that runs elsewhere too
+#     SANITIZE=           flags of `make host`; empty turns the sanitizers off
+#     ARGS=               arguments for `make bench-<op>`
+#     DEVICE=cpu|gpu      what `make quickstart` uses; default: the GPU if there is a Hopper GPU
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := train_gpt_fp8
+.DELETE_ON_ERROR:
+.SECONDEXPANSION: # so that $$(CUDNN_OBJECT) looks for cuDNN only when a GPU target is built
+MAKEFLAGS += --no-builtin-rules
+.SUFFIXES:
+
+CC ?= gcc
+CXX ?= g++
+ifeq ($(origin CC),default)
+CC := gcc
+endif
+ifeq ($(origin CXX),default)
+CXX := g++
+endif
+
+HEADERS := $(wildcard lib/*.h)
+KERNELS := $(wildcard lib/*.cuh)
+HOST_TESTS := $(patsubst dev/host/%.c,build/host/%,$(wildcard dev/host/test_*.c))
+BENCHES := $(patsubst dev/%.cu,build/bench/%,$(wildcard dev/*.cu))
+TOOLS := data/tokenize data/detokenize data/make_corpus
+GPU_PROGRAMS := $(patsubst %.cu,%,$(wildcard train_gpt_fp8.cu test_gpt_fp8.cu))
+
+WARNINGS := -Wall -Wextra -Werror
+MARCH ?= native
+# What a program that is built on one machine and run on another may assume of its processor.
+PORTABLE_ARCH := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
+
+# A variable that runs its command at most once, and only if a target needs it.
+once = $(eval $(1) := $(2))$($(1))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# MPI: asked from its compiler wrapper. The C one: the programs use MPI's C interface only, and its old C++ classes,
+# which mpi.h drags in for a C++ compiler, neither compile without warnings nor are they needed.
+
+MPICC ?= mpicc
+MPI_CFLAGS = $(call once,MPI_CFLAGS,-DOMPI_SKIP_MPICXX $(shell $(MPICC) --showme:compile))
+MPI_LIBS = $(call once,MPI_LIBS,$(shell $(MPICC) --showme:link))
+comma := ,
+# nvcc hands unknown flags to nobody: give the compiler's and the linker's theirs by name.
+MPI_NVCC_CFLAGS = $(patsubst -pthread,-Xcompiler -pthread,$(MPI_CFLAGS))
+MPI_NVCC_LIBS = $(patsubst -pthread,-Xcompiler -pthread,$(patsubst -Wl$(comma)%,-Xlinker %,$(MPI_LIBS)))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# CUDA
+
+NVCC ?= $(call once,NVCC,$(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc)))
+CUDA_PATH ?= $(call once,CUDA_PATH,$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
+NCCL_PATH ?= $(wildcard .deps/nccl)
+SM90A := -gencode=arch=compute_90a,code=sm_90a
+NVCC_FLAGS = -std=c++17 -O3 $(SM90A) -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
+    $(addprefix -Xcompiler ,$(PORTABLE_ARCH)) $(MPI_NVCC_CFLAGS) $(addprefix -I,$(addsuffix /include,$(NCCL_PATH))) \
+    $(CUDNN_DEFINE)
+# The run-time path makes the program find the libraries it was linked with, wherever the toolkit is.
+NVCC_LIBS = $(foreach dir,$(CUDA_PATH)/lib64 $(addsuffix /lib,$(abspath $(NCCL_PATH))),-L$(dir) -Xlinker -rpath,$(dir)) \
+    -lcublasLt -lnccl -ldl $(MPI_NVCC_LIBS)
+
+# Optional: attention by cuDNN, one translation unit. libcudnn itself is opened at run time.
+CUDNN ?= 1
+PYTHON_PACKAGES = $(call once,PYTHON_PACKAGES,$(shell python3 -c \
+    'import sysconfig as s, site; print(s.get_path("purelib"), *site.getsitepackages(), site.getusersitepackages())' \
+    2>/dev/null))
+CUDNN_FRONTEND_DIR = $(call once,CUDNN_FRONTEND_DIR,$(firstword $(patsubst %/cudnn_frontend.h,%,$(wildcard \
+    $(if $(CUDNN_FRONTEND_PATH),$(addprefix $(CUDNN_FRONTEND_PATH)/,cudnn_frontend.h include/cudnn_frontend.h), \
+    $(addsuffix /cudnn_frontend.h,.deps/cudnn-frontend/include /usr/include /usr/local/include \
+    $(addsuffix /include,$(PYTHON_PACKAGES)) $(addsuffix /nvidia/cudnn_frontend/include,$(PYTHON_PACKAGES))))))))
+CUDNN_DIR = $(call once,CUDNN_DIR,$(firstword $(patsubst %/cudnn.h,%,$(wildcard \
+    $(if $(CUDNN_PATH),$(CUDNN_PATH)/include/cudnn.h,$(addsuffix /cudnn.h,$(CUDA_PATH)/include /usr/include \
+    /usr/include/x86_64-linux-gnu /usr/include/aarch64-linux-gnu /usr/local/include \
+    $(addsuffix /nvidia/cudnn/include,$(PYTHON_PACKAGES))))))))
+WITH_CUDNN = $(if $(filter 1,$(CUDNN)),$(and $(CUDNN_FRONTEND_DIR),$(CUDNN_DIR),$(wildcard lib/attention_cudnn.cpp)))
+CUDNN_OBJECT = $(if $(WITH_CUDNN),build/attention_cudnn.o)
+CUDNN_DEFINE = $(if $(WITH_CUDNN),-DENABLE_CUDNN)
+CUDNN_MISSING = $(strip $(if $(CUDNN_FRONTEND_DIR),,cudnn_frontend.h) $(if $(CUDNN_DIR),,cudnn.h))
+CUDNN_STATUS = cuDNN attention: $(strip $(if $(filter-out 1,$(CUDNN)),left out (CUDNN=$(CUDNN)),$(if $(WITH_CUDNN), \
+    $(CUDNN_FRONTEND_DIR)/cudnn_frontend.h with $(CUDNN_DIR)/cudnn.h, \
+    left out ($(CUDNN_MISSING) not found): the built-in attention is used)))
+
+train_gpt_fp8: train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc ## the GPU program (default target)
+	@echo "$(CUDNN_STATUS)"
+	$(NVCC) $(NVCC_FLAGS) -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS)
+
+# It holds both floors of ops: the CPU floor is what the GPU kernels are compared against.
+test_gpt_fp8: test_gpt_fp8.cu train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc ## the GPU tests
+	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS) -lgomp
+
+build/attention_cudnn.o: lib/attention_cudnn.cpp $(HEADERS) build/nvcc.flags
+	$(CXX) -c -std=c++17 -O2 $(WARNINGS) $(PORTABLE_ARCH) -DENABLE_CUDNN -isystem $(CUDNN_FRONTEND_DIR) \
+	    -isystem $(CUDNN_DIR) -isystem $(CUDA_PATH)/include -o $@ $<
+
+build/bench/%: dev/%.cu $(wildcard dev/*.cuh) $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc
+	@mkdir -p build/bench
+	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS) -lgomp
+
+bench-%: build/bench/% ## bench-<op>: build dev/<op>.cu and run it, e.g. make bench-matmul
+	./build/bench/$* $(ARGS)
+
+gpu-compile: $(GPU_PROGRAMS) $(BENCHES) ## compile every .cu, warnings are errors; needs nvcc but no GPU
+
+# Written anew only when the flags have changed (CUDNN=0, another toolkit): then everything is built again.
+build/nvcc.flags: FORCE
+	@mkdir -p build
+	@echo '$(NVCC) $(NVCC_FLAGS) $(NVCC_LIBS) $(CUDNN_OBJECT)' | cmp -s - $@ || \
+	    echo '$(NVCC) $(NVCC_FLAGS) $(NVCC_LIBS) $(CUDNN_OBJECT)' > $@
+
+need-nvcc:
+	@[ -n "$(NVCC)" ] && command -v "$(NVCC)" >/dev/null || { echo "error: no CUDA compiler: nvcc is neither on PATH \
+	nor in /usr/local/cuda/bin (make NVCC=...). For the program without a GPU: make cpu" >&2; exit 1; }
+
+# ----------------------------------------------------------------------------------------------------------------------
+# CPU
+
+CPU_FLAGS = -std=c++17 -O3 -march=$(MARCH) -fopenmp $(WARNINGS) -DCPU_FLOOR $(MPI_CFLAGS)
+C_FLAGS := -std=c11 -D_GNU_SOURCE $(WARNINGS)
+
+cpu: train_gpt_fp8_cpu ## the program for machines without a GPU, ./train_gpt_fp8_cpu
+
+train_gpt_fp8_cpu: train_gpt_fp8.cu $(HEADERS) build/cpu.flags | need-mpi
+	$(CXX) $(CPU_FLAGS) -x c++ -o $@ $< $(MPI_LIBS) -lm
+
+build/cpu.flags: FORCE
+	@mkdir -p build
+	@echo '$(CXX) $(CPU_FLAGS) $(MPI_LIBS)' | cmp -s - $@ || echo '$(CXX) $(CPU_FLAGS) $(MPI_LIBS)' > $@
+
+need-mpi:
+	@command -v $(firstword $(MPICC)) >/dev/null || { echo "error: no $(MPICC): OpenMPI is missing \
+	(scripts/setup.sh installs it: libopenmpi-dev, openmpi-bin)" >&2; exit 1; }
+
+tools: $(TOOLS) ## the data tools: data/tokenize, data/detokenize, data/make_corpus
+
+data/tokenize: TOOL_LIBS := -lpcre2-8
+$(TOOLS): data/%: data/%.c $(HEADERS) $(wildcard data/*.h)
+	$(CC) $(C_FLAGS) -O3 -fopenmp -o $@ $< $(TOOL_LIBS) -lpthread -lm
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tests
+
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
+
+test: ## every test that can run on this machine; the last line is the total
+	@scripts/run_tests.sh
+
+host: $(HOST_TESTS) ## host tests (dev/host/test_*.c) under address and undefined-behaviour sanitizers
+	@scripts/run_each.sh $(HOST_TESTS)
+
+# Tests of the ranks (comm_cpu.h) need MPI; the others do without.
+# The CUDA headers, where there are any, are only the other opinion in test_fp8.c.
+HOST_CUDA = $(addprefix -isystem ,$(wildcard $(CUDA_PATH)/include))
+uses_mpi = $(shell grep -lE 'comm_cpu\.h|mpi\.h' $(1))
+build/host/%: dev/host/%.c dev/host/unit.h $(HEADERS)
+	@mkdir -p build/host
+	$(CC) $(C_FLAGS) -O1 -g $(SANITIZE) -fopenmp -Ilib $(HOST_CUDA) $(if $(call uses_mpi,$<),$(MPI_CFLAGS)) -o $@ $< \
+	    $(if $(call uses_mpi,$<),$(MPI_LIBS)) -lm
+
+wall: ## every lib/*.h compiles alone, as C11 and as C++17, without CUDA; no op includes another
+	@scripts/check_wall.sh
+
+# ----------------------------------------------------------------------------------------------------------------------
+# for the user
+
+quickstart: ## from nothing to a trained model: set up, build, make a corpus, train in FP8 and in BF16, compare
+	@scripts/quickstart.sh $(DEVICE)
+
+clean: ## remove everything that was built; runs/ stays
+	rm -rf build train_gpt_fp8 train_gpt_fp8_cpu test_gpt_fp8 $(TOOLS)
+
+help: ## this list
+	@grep -hE '^[a-z_0-9%-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | \
+	    sed -E 's/^([^:]+):.*## (bench-<op>: )?/\1\t/; s/^bench-%/bench-<op>/' | \
+	    awk -F '\t' '{ printf "  make %-16s %s\n", $$1, $$2 }'
+	@echo "  variables: see the top of the Makefile"
+
+FORCE:
+.PHONY: FORCE cpu tools test host wall gpu-compile quickstart clean help need-nvcc need-mpi
