@@ -24,10 +24,10 @@ struct Comm {
 
 #define COMM_PIECE (1 << 22) // floats exchanged at a time: bounds `received` to 16 MiB and MPI's int counts
 
-#define mpi_check(call)                                                              \
-    do {                                                                             \
-        int mpi_status_ = (call);                                                    \
-        check(mpi_status_ == MPI_SUCCESS, "MPI: error %d in %s", mpi_status_, #call); \
+#define mpi_check(call)                                                                                                \
+    do {                                                                                                               \
+        int mpi_status_ = (call);                                                                                      \
+        check(mpi_status_ == MPI_SUCCESS, "MPI: error %d in %s", mpi_status_, #call);                                  \
     } while (0)
 
 // Number of processes that a launcher says it started; 1 when we were started by hand, -1 when it does not say. A run

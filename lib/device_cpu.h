@@ -35,10 +35,10 @@ typedef struct {
 
 struct Device {
     int num_threads;
-    int fp32;            // 1: bf16 stores do not round (--precision fp32)
-    void* workspace;     // scratch of the two-stage sums; see device_set_workspace
+    int fp32;        // 1: bf16 stores do not round (--precision fp32)
+    void* workspace; // scratch of the two-stage sums; see device_set_workspace
     size_t workspace_bytes;
-    CpuScratch* scratch; // (num_threads + 1); the last is shared by all threads of an op
+    CpuScratch* scratch;    // (num_threads + 1); the last is shared by all threads of an op
     float e4m3_values[256]; // code -> value
     float e5m2_values[256];
     char name[128];

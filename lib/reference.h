@@ -1,6 +1,6 @@
 // Every op of the model on the CPU, forward and backward: the floor that `make cpu` trains on, and the truth that GPU
-// kernels are compared with. The contract of each op (shapes, formats, what is accumulated) is its prototype in floor.h;
-// here stand the formulas and the CPU's reasons.
+// kernels are compared with. The contract of each op (shapes, formats, what is accumulated) is its prototype in
+// floor.h; here stand the formulas and the CPU's reasons.
 //
 //   numerics  FP32 arithmetic; a bf16 store rounds unless dev->fp32; FP8 goes through fp8.h. What is quantised is the
 //             FP32 value where the op computes one, before any BF16 rounding of it.
@@ -187,8 +187,8 @@ static inline int chunk_rows_for(int rows) {
 }
 
 // Rows [start, end) of one chunk, tile by tile. Returns max |value|. chunk_sums: (num_sums, cols), written.
-static inline float produce_chunk(Device* dev, RowOutput out, Producer producer, int start, int end, int rows,
-                                  int cols, float scale, float* chunk_sums, Pass pass) {
+static inline float produce_chunk(Device* dev, RowOutput out, Producer producer, int start, int end, int rows, int cols,
+                                  float scale, float* chunk_sums, Pass pass) {
     size_t num_sums = (size_t)producer.num_sums * (size_t)cols;
     size_t floats = round_up((size_t)cols, 16);
     char* scratch = (char*)cpu_scratch(dev, cpu_thread_index(),
@@ -454,8 +454,8 @@ static inline void matrix_product(Device* dev, const Product* p) {
             int panel_k = p->K - k < PANEL_K ? p->K - k : PANEL_K;
 #pragma omp for schedule(static)
             for (int col = 0; col < n; col += TILE_N) {
-                pack_panels(b_panels + (size_t)col * panel_k, 0, p->b, TILE_N, j + col, n - col < TILE_N ? n - col : TILE_N,
-                            k, panel_k);
+                pack_panels(b_panels + (size_t)col * panel_k, 0, p->b, TILE_N, j + col,
+                            n - col < TILE_N ? n - col : TILE_N, k, panel_k);
             }
 #pragma omp for schedule(dynamic)
             for (int i = 0; i < p->M; i += rows_per_task) {
@@ -564,7 +564,8 @@ static inline void layernorm_forward_row(const void* op_, int row, float* values
 
 void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, ResidualAdd add, const bf16* weight,
                        const bf16* bias, int rows, int C) {
-    check(add.branch == NULL || (add.sum != NULL && add.bias != NULL), "layernorm_forward: a branch needs sum and bias");
+    check(add.branch == NULL || (add.sum != NULL && add.bias != NULL),
+          "layernorm_forward: a branch needs sum and bias");
     LayerNormForwardOp op = {dev, stats, add, weight, bias, C};
     produce(dev, row_output_e4m3(y), producer_of("layernorm_forward", layernorm_forward_row, &op), rows, C);
 }
@@ -612,8 +613,8 @@ static inline void layernorm_backward_row(const void* op_, int row, float* value
 
 void layernorm_backward(Device* dev, LayerNormBackward args) {
     LayerNormBackwardOp op = {dev, args};
-    Producer producer = {"layernorm_backward", layernorm_backward_row, &op, 3,
-                         {args.dweight, args.dbias, args.dbranch_bias}};
+    Producer producer = {
+        "layernorm_backward", layernorm_backward_row, &op, 3, {args.dweight, args.dbias, args.dbranch_bias}};
     produce(dev, row_output_e5m2(args.dx), producer, args.rows, args.C);
 }
 
@@ -823,7 +824,8 @@ static inline void attention_backward_head(Device* dev, float* dqkv, const float
     memset(dv, 0, (size_t)T * HS * sizeof(float));
     for (int t = 0; t < T; t += ATTENTION_ROWS) {
         int m = T - t < ATTENTION_ROWS ? T - t : ATTENTION_ROWS, num_keys = t + m;
-        size_t right_stride = (size_t)TILE_N * m, across_left = (size_t)TILE_M * m, wide_left = (size_t)TILE_M * num_keys;
+        size_t right_stride = (size_t)TILE_N * m, across_left = (size_t)TILE_M * m,
+               wide_left = (size_t)TILE_M * num_keys;
         // P and dP
         pack_panels(left, left_stride, operand_values(h.q, h.stride, 1), TILE_M, t, m, 0, HS);
         multiply_packed(p, width, left, left_stride, keys, keys_stride, m, num_keys, HS, h.scale, 0);
@@ -1103,8 +1105,8 @@ static inline void params_update(Device* dev, ParamState p, ParamUpdate u) {
         size_t in_layer = chunk % chunks_per_layer * PARAM_CHUNK;
         size_t start = chunk / chunks_per_layer * p.n + in_layer;
         size_t n = p.n - in_layer < PARAM_CHUNK ? p.n - in_layer : PARAM_CHUNK;
-        amaxes[chunk] = u.update ? adamw_chunk(p, start, n, u.adamw, u.grad_factor, u.c1, u.c2)
-                                 : amax_of(p.master + start, (int)n);
+        amaxes[chunk] =
+            u.update ? adamw_chunk(p, start, n, u.adamw, u.grad_factor, u.c1, u.c2) : amax_of(p.master + start, (int)n);
         if (p.param != NULL) {
 #pragma omp simd
             for (size_t i = start; i < start + n; i++) {

@@ -29,7 +29,8 @@ static void sum_case(size_t n) {
         for (int r = 1; r < ranks; r++) {
             want += contribution(r, i);
         }
-        expect(data[i] == want, "sum of %zu: [%zu] is %.9g, want %.9g in rank order", n, i, (double)data[i], (double)want);
+        expect(data[i] == want, "sum of %zu: [%zu] is %.9g, want %.9g in rank order", n, i, (double)data[i],
+               (double)want);
     }
     expect(data[n] == 42.0f, "sum of %zu wrote behind its end", n);
     free(data);
@@ -52,8 +53,8 @@ static void test_max_and_host(void) {
     comm_host_min_max(comm, ((int64_t)1 << 40) + rank, &min, &max);
     expect(min == (int64_t)1 << 40 && max == ((int64_t)1 << 40) + ranks - 1, "min %lld, max %lld", (long long)min,
            (long long)max);
-    expect(comm_local_rank(comm) >= 0 && comm_local_rank(comm) <= rank, "local rank %d of rank %d", comm_local_rank(comm),
-           rank);
+    expect(comm_local_rank(comm) >= 0 && comm_local_rank(comm) <= rank, "local rank %d of rank %d",
+           comm_local_rank(comm), rank);
     comm_barrier(comm);
 }
 

@@ -120,8 +120,9 @@ static void expect_codes(const char* what, const uint8_t* got, const double* wan
 static void expect_transposed(const char* what, const uint8_t* transposed, const uint8_t* data, int rows, int cols) {
     for (int r = 0; r < rows; r++) {
         for (int c = 0; c < cols; c++) {
-            expect(transposed[(size_t)c * rows + r] == data[(size_t)r * cols + c], "%s: (%d, %d) is 0x%02X, want 0x%02X",
-                   what, r, c, transposed[(size_t)c * rows + r], data[(size_t)r * cols + c]);
+            expect(transposed[(size_t)c * rows + r] == data[(size_t)r * cols + c],
+                   "%s: (%d, %d) is 0x%02X, want 0x%02X", what, r, c, transposed[(size_t)c * rows + r],
+                   data[(size_t)r * cols + c]);
         }
     }
 }
@@ -162,7 +163,8 @@ static void test_elementary(void) {
         double error = fabs(gelu - gelu_model(argument)), slope_error = fabs(slope - gelu_slope_model(argument));
         // e^-2z turns the rounding of its argument, 2^-24 of 2z, into that relative error
         double tolerance = 1.5e-7 * (3.0 + 2.0 * 0.8 * (fabs(u) + 0.045 * fabs(u * u * u)));
-        expect(error <= tolerance * fabs(gelu_model(argument)) + 1e-15, "gelu(%g): %.9g, error %.2e", u, (double)gelu, error);
+        expect(error <= tolerance * fabs(gelu_model(argument)) + 1e-15, "gelu(%g): %.9g, error %.2e", u, (double)gelu,
+               error);
         expect(slope_error < 1e-6, "gelu'(%g): %.9g, error %.2e", u, (double)slope, slope_error);
         double h = 1e-5, difference = (gelu_model(argument + h) - gelu_model(argument - h)) / (2 * h);
         expect(fabs(difference - gelu_slope_model(argument)) < 1e-8, "the model's gelu'(%g) is wrong", u);
@@ -276,15 +278,15 @@ static void layernorm_backward_model(double* dx, double* dweight, double* dbias,
             dbias[c] += dy_row[c];
         }
         for (int c = 0; c < C; c++) {
-            dx[(size_t)r * C + c] +=
-                dy_row[c] * weight[c] * rstd + dvariance * 2.0 * (row[c] - mean) / C + dmean / C;
+            dx[(size_t)r * C + c] += dy_row[c] * weight[c] * rstd + dvariance * 2.0 * (row[c] - mean) / C + dmean / C;
         }
     }
 }
 
 static void test_layernorm_model(void) {
     enum { ROWS = 3, C = 7 };
-    double x[ROWS * C], dy[ROWS * C], y[ROWS * C], weight[C], bias[C], dx[ROWS * C] = {0}, dweight[C] = {0}, dbias[C] = {0};
+    double x[ROWS * C], dy[ROWS * C], y[ROWS * C], weight[C], bias[C], dx[ROWS * C] = {0}, dweight[C] = {0},
+                                                                                 dbias[C] = {0};
     double* inputs[3] = {x, weight, bias};
     double* gradients[3] = {dx, dweight, dbias};
     int sizes[3] = {ROWS * C, C, C};
@@ -322,7 +324,8 @@ static void layernorm_case(int fp32, int rows, int C, int with_branch, int with_
     uint8_t *data = (uint8_t*)poisoned(n), *transposed = (uint8_t*)poisoned(n);
     in[0] += 3.0f, in[1] += 100.0f; // a row with a mean and an outlier
     ScaleSlot slot = new_slot(37.5f, FORMAT_E4M3);
-    E4m3Tensor y = {wide, with_fp8 ? data : NULL, with_fp8 ? transposed : NULL, with_fp8 ? &slot : NULL, test_recipe, 0, 1};
+    E4m3Tensor y = {wide, with_fp8 ? data : NULL, with_fp8 ? transposed : NULL, with_fp8 ? &slot : NULL, test_recipe, 0,
+                    1};
     ResidualAdd add = {with_branch ? sum : NULL, in, with_branch ? branch : NULL, branch_bias};
     LayerNormStats stats = {mean, rstd};
     layernorm_forward(dev, y, stats, add, weight, bias, rows, C);
@@ -331,7 +334,8 @@ static void layernorm_case(int fp32, int rows, int C, int with_branch, int with_
         float exact = in[i] + (branch[i] + branch_bias[i % C]);
         expect(sum[i] == (fp32 ? exact : bf16_round(exact)), "sum[%zu] = %.9g", i, (double)sum[i]);
     }
-    double *want = doubles(n), *x64 = to_doubles(x, n), *w64 = to_doubles(weight, (size_t)C), *b64 = to_doubles(bias, (size_t)C);
+    double *want = doubles(n), *x64 = to_doubles(x, n), *w64 = to_doubles(weight, (size_t)C),
+           *b64 = to_doubles(bias, (size_t)C);
     layernorm_model(want, x64, w64, b64, rows, C);
     expect_near("layernorm y", wide, want, n, 1e-6, fp32 ? 0 : HALF_ULP_BF16);
     if (with_fp8) {
@@ -357,7 +361,16 @@ static void layernorm_case(int fp32, int rows, int C, int with_branch, int with_
         memset(data, 0xFF, n), memset(transposed, 0xFF, n);
         LayerNormBackward args = {{alias ? dy : dresidual, with_fp8 ? data : NULL, with_fp8 ? transposed : NULL,
                                    with_fp8 ? &dslot : NULL, test_recipe, 0, 1},
-                                  dweight, dbias, dbranch_bias, dy, alias ? NULL : dresidual, x, stats, weight, rows, C};
+                                  dweight,
+                                  dbias,
+                                  dbranch_bias,
+                                  dy,
+                                  alias ? NULL : dresidual,
+                                  x,
+                                  stats,
+                                  weight,
+                                  rows,
+                                  C};
         layernorm_backward(dev, args);
         float* dx = args.dx.wide;
         for (size_t i = 0; i < n; i++) {
@@ -417,8 +430,8 @@ static uint8_t* transposed_of(const uint8_t* data, int rows, int cols) {
 }
 
 // want (M, N) += sum over k of a[m * am + k * ak] * b[n * bn + k * bk]
-static void product_model(double* want, const float* a, size_t am, size_t ak, const float* b, size_t bn, size_t bk, int M,
-                          int N, int K) {
+static void product_model(double* want, const float* a, size_t am, size_t ak, const float* b, size_t bn, size_t bk,
+                          int M, int N, int K) {
     for (int m = 0; m < M; m++) {
         for (int n = 0; n < N; n++) {
             double sum = 0;
@@ -502,7 +515,8 @@ static void call_matmul_formless(void* arg) {
 // attention
 
 // out (T, HS) and lse (T) of one head; q, k, v (T, HS)
-static void attention_model(double* out, double* lse, const double* q, const double* k, const double* v, int T, int HS) {
+static void attention_model(double* out, double* lse, const double* q, const double* k, const double* v, int T,
+                            int HS) {
     double* p = doubles((size_t)T);
     for (int t = 0; t < T; t++) {
         double sum = 0;
@@ -623,7 +637,8 @@ static void attention_case(int fp32, int B, int T, int NH, int HS, double spread
     }
     expect_near("attention out", out, want, n, 2e-6, fp32 ? 0 : HALF_ULP_BF16);
     expect_near("attention lse", lse, lse_want, (size_t)B * NH * T, 1e-6, 0);
-    // D = sum dout * out is taken from the rounded out: 2^-8 per term at most, random signs, so less than 2^-8 of |dqkv|
+    // D = sum dout * out is taken from the rounded out: 2^-8 per term at most, random signs, so less than 2^-8 of
+    // |dqkv|
     expect_near("attention dqkv", dqkv, dqkv_want, 3 * n, fp32 ? 4e-6 : 1.0 / 256, fp32 ? 0 : HALF_ULP_BF16);
     free(qkv), free(dout), free(out), free(lse), free(dqkv), free(want), free(lse_want), free(dqkv_want), free(heads);
     close_device(dev);
@@ -694,7 +709,8 @@ static void quantize_case(int rows, int cols, int with_data, int with_transposed
     if (with_data) { expect_same_bits("quantize_forward", data, want, n); }
     if (with_transposed) { expect_transposed("quantize_forward^T", transposed, want, rows, cols); }
     if (!with_data) { expect(data[0] == 0xFF && data[n - 1] == 0xFF, "a form nobody wanted was written"); }
-    expect(slot.amax == (with_data || with_transposed ? (float)largest_of(x64, n) : 0.0f), "amax %g", (double)slot.amax);
+    expect(slot.amax == (with_data || with_transposed ? (float)largest_of(x64, n) : 0.0f), "amax %g",
+           (double)slot.amax);
     E5m2Tensor dy = {x, with_data ? data : NULL, with_transposed ? transposed : NULL, &dslot, test_recipe, 0, 1};
     quantize_backward(dev, dy, dbias, rows, cols);
     for (size_t i = 0; i < n; i++) {
@@ -717,8 +733,10 @@ static void quantize_case(int rows, int cols, int with_data, int with_transposed
     expect_same_bits("quantize_weight", data, want, n);
     expect_transposed("quantize_weight^T", transposed, want, rows, cols);
     expect(w_slot.scale == 400.0f && w_slot.descale == 1.0f / 400.0f && w_slot.amax == 0.0f && w_slot.jit_amax == 0.0f,
-           "weight slot: scale %g descale %g amax %g", (double)w_slot.scale, (double)w_slot.descale, (double)w_slot.amax);
-    free(x), free(before), free(dbias), free(x64), free(dbias_want), free(data), free(transposed), free(want), free(master);
+           "weight slot: scale %g descale %g amax %g", (double)w_slot.scale, (double)w_slot.descale,
+           (double)w_slot.amax);
+    free(x), free(before), free(dbias), free(x64), free(dbias_want), free(data), free(transposed), free(want),
+        free(master);
     close_device(dev);
 }
 
@@ -736,8 +754,8 @@ static void test_quantize(void) {
 // Everything a producer reads and may write, so that each can be run by one signature.
 typedef struct {
     int rows, cols;
-    float *x, *branch, *dy, *bias, *weight;     // in
-    float *sum, *mean, *rstd, *sums[3], *wide;  // out, or += (sums)
+    float *x, *branch, *dy, *bias, *weight;    // in
+    float *sum, *mean, *rstd, *sums[3], *wide; // out, or += (sums)
     uint8_t *data, *transposed;
     ScaleSlot slot;
     int measure_first, record;
@@ -764,7 +782,7 @@ static void run_layernorm_backward(Device* dev, ProducerCase* c) {
         c->mean[r] = 0.125f, c->rstd[r] = 1.5f;
     }
     LayerNormStats stats = {c->mean, c->rstd};
-    LayerNormBackward args = {case_e5m2(c), c->sums[0], c->sums[1], c->sums[2], c->dy,   c->branch,
+    LayerNormBackward args = {case_e5m2(c), c->sums[0], c->sums[1], c->sums[2], c->dy,  c->branch,
                               c->x,         stats,      c->weight,  c->rows,    c->cols};
     layernorm_backward(dev, args);
 }
@@ -796,9 +814,12 @@ typedef struct {
 } ProducerTest;
 
 static const ProducerTest producer_tests[] = {
-    {"layernorm_forward", run_layernorm_forward, FORMAT_E4M3},   {"layernorm_backward", run_layernorm_backward, FORMAT_E5M2},
-    {"gelu_forward", run_gelu_forward, FORMAT_E4M3},             {"gelu_backward", run_gelu_backward, FORMAT_E5M2},
-    {"quantize_forward", run_quantize_forward, FORMAT_E4M3},     {"quantize_backward", run_quantize_backward, FORMAT_E5M2},
+    {"layernorm_forward", run_layernorm_forward, FORMAT_E4M3},
+    {"layernorm_backward", run_layernorm_backward, FORMAT_E5M2},
+    {"gelu_forward", run_gelu_forward, FORMAT_E4M3},
+    {"gelu_backward", run_gelu_backward, FORMAT_E5M2},
+    {"quantize_forward", run_quantize_forward, FORMAT_E4M3},
+    {"quantize_backward", run_quantize_backward, FORMAT_E5M2},
 };
 enum { NUM_PRODUCERS = 6 };
 
@@ -822,7 +843,8 @@ static ProducerCase new_case(int rows, int cols, Fp8Format format) {
 }
 
 static void free_case(ProducerCase* c) {
-    free(c->x), free(c->branch), free(c->dy), free(c->bias), free(c->weight), free(c->sum), free(c->wide), free(c->mean);
+    free(c->x), free(c->branch), free(c->dy), free(c->bias), free(c->weight), free(c->sum), free(c->wide),
+        free(c->mean);
     free(c->rstd), free(c->sums[0]), free(c->sums[1]), free(c->sums[2]), free(c->data), free(c->transposed);
 }
 
@@ -849,7 +871,8 @@ static void test_producers_measure(void) {
         plain.record = 1;
         test->run(dev, &plain);
         float amax = plain.slot.amax;
-        expect(amax > 0.5f && is_finite_bits(amax) && plain.slot.jit_amax == 0.0f, "%s: amax %g", test->name, (double)amax);
+        expect(amax > 0.5f && is_finite_bits(amax) && plain.slot.jit_amax == 0.0f, "%s: amax %g", test->name,
+               (double)amax);
         // a warming slot: its scale comes from this tensor; the rest is as if that scale had always been there
         ProducerCase warming = new_case(70, 51, test->format);
         warming.measure_first = 1, warming.slot.scale = 123.0f, warming.slot.jit_amax = 1e30f;
@@ -879,7 +902,8 @@ static void test_producers_measure(void) {
         expect(isnan(broken.slot.amax) && isnan(broken.slot.jit_amax), "%s: amax %g after a NaN", test->name,
                (double)broken.slot.amax);
         expect(broken.slot.scale == 1.0f, "%s: scale %g from a NaN", test->name, (double)broken.slot.scale);
-        expect((broken.data[35 * 51 + 7] & 0x7F) == 0x7F, "%s: byte 0x%02X for a NaN", test->name, broken.data[35 * 51 + 7]);
+        expect((broken.data[35 * 51 + 7] & 0x7F) == 0x7F, "%s: byte 0x%02X for a NaN", test->name,
+               broken.data[35 * 51 + 7]);
         free_case(&plain), free_case(&warming), free_case(&given), free_case(&settled), free_case(&broken);
     }
     close_device(dev);
@@ -925,7 +949,8 @@ static void test_other_ops_threads(void) {
     for (int i = 0; i < 2; i++) {
         Device* dev = open_device(0, i == 0 ? 1 : 3);
         y[i] = poisoned_floats(ROWS * OC), dx[i] = poisoned_floats(ROWS * C), dw[i] = copy_of(dw_start, OC * C);
-        out[i] = poisoned_floats(ROWS * C), lse[i] = poisoned_floats(B * NH * T), dqkv[i] = poisoned_floats(ROWS * 3 * C);
+        out[i] = poisoned_floats(ROWS * C), lse[i] = poisoned_floats(B * NH * T),
+        dqkv[i] = poisoned_floats(ROWS * 3 * C);
         losses[i] = poisoned_floats(ROWS), logits[i] = copy_of(logits_start, ROWS * OC);
         memset(&state[i], 0, sizeof(StepState));
         matmul_forward(dev, y[i], x, w, NULL, ROWS, C, OC);
@@ -953,7 +978,8 @@ static void test_other_ops_threads(void) {
     expect_same_bits("dwpe", dwpe[0], dwpe[1], T * C * sizeof(float));
     for (int i = 0; i < 2; i++) {
         free(dwte[i]), free(dwpe[i]);
-        free(y[i]), free(dx[i]), free(dw[i]), free(out[i]), free(lse[i]), free(dqkv[i]), free(losses[i]), free(logits[i]);
+        free(y[i]), free(dx[i]), free(dw[i]), free(out[i]), free(lse[i]), free(dqkv[i]), free(losses[i]),
+            free(logits[i]);
     }
     free(x.wide), free(w.wide), free(dy.wide), free(qkv), free(dw_start), free(logits_start);
     free(grads), free(dresidual);
@@ -1040,8 +1066,8 @@ static void test_step_state(void) {
     expect(fabs(state.loss - (2.0 + 0.25 * sum)) < 1e-5 * (2 + fabs(sum)), "loss %.9g, want %.9g", (double)state.loss,
            2.0 + 0.25 * sum);
     global_norm(dev, &state, values, N);
-    expect(fabs(state.grad_norm - sqrt(squares)) < 1e-6 * sqrt(squares) && state.skip == 0, "norm %.9g, want %.9g, skip %d",
-           (double)state.grad_norm, sqrt(squares), state.skip);
+    expect(fabs(state.grad_norm - sqrt(squares)) < 1e-6 * sqrt(squares) && state.skip == 0,
+           "norm %.9g, want %.9g, skip %d", (double)state.grad_norm, sqrt(squares), state.skip);
     global_norm(dev, &state, values, 3); // fewer elements than chunks
     double three = (double)values[0] * values[0] + (double)values[1] * values[1] + (double)values[2] * values[2];
     expect(fabs(state.grad_norm - sqrt(three)) < 1e-6, "norm of 3 values %g", (double)state.grad_norm);
@@ -1105,8 +1131,8 @@ static void adamw_case(int fp32, float grad_clip, float grad_norm) {
     }
     for (int layer = 0; layer < LAYERS; layer++) {
         float want = amax_of(master + layer * N, N);
-        expect(slots[layer * STRIDE].amax == want && slots[layer * STRIDE + 1].amax == 0.0f, "slot of layer %d: %g, want %g",
-               layer, (double)slots[layer * STRIDE].amax, (double)want);
+        expect(slots[layer * STRIDE].amax == want && slots[layer * STRIDE + 1].amax == 0.0f,
+               "slot of layer %d: %g, want %g", layer, (double)slots[layer * STRIDE].amax, (double)want);
     }
     // a skipped step changes nothing
     float* before = copy_of(master, ALL);
@@ -1136,7 +1162,8 @@ static void test_slots(void) {
     slots[0].warmup = 1, slots[4].policy = SLOT_WEIGHT;
     float amaxes[5];
     scale_slots_gather(dev, amaxes, slots, 5);
-    expect(amaxes[0] == 3.5f && amaxes[1] == INFINITY && amaxes[2] == INFINITY && amaxes[3] == 0.0f && amaxes[4] == 7.0f,
+    expect(amaxes[0] == 3.5f && amaxes[1] == INFINITY && amaxes[2] == INFINITY && amaxes[3] == 0.0f &&
+               amaxes[4] == 7.0f,
            "amaxes %g %g %g %g %g", (double)amaxes[0], (double)amaxes[1], (double)amaxes[2], (double)amaxes[3],
            (double)amaxes[4]);
     StepState state = {0, 0, 0, 99};
