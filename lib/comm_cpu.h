@@ -3,6 +3,10 @@
 #ifndef COMM_CPU_H
 #define COMM_CPU_H
 
+#ifndef OMPI_SKIP_MPICXX
+#define OMPI_SKIP_MPICXX // OpenMPI's retired C++ interface: not wanted, and not free of warnings
+#endif
+
 #include <limits.h>
 #include <mpi.h>
 #include <stdint.h>
