@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "floor.h"
+#include "roofline.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // errors
@@ -93,6 +94,16 @@ void device_free(Device* dev) {
 
 const char* device_name(const Device* dev) { return dev->properties.name; }
 const char* device_attention_name(const Device* dev) { return dev->attention_name; }
+
+// The chip's peaks: from the table of data sheets, or estimated from what the driver reports.
+static inline Chip device_chip(const Device* dev) {
+    int sm_khz = 0, memory_khz = 0, bus_bits = 0;
+    cuda_check(cudaDeviceGetAttribute(&sm_khz, cudaDevAttrClockRate, dev->index));
+    cuda_check(cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, dev->index));
+    cuda_check(cudaDeviceGetAttribute(&bus_bits, cudaDevAttrGlobalMemoryBusWidth, dev->index));
+    double bytes_per_s = 2.0 * memory_khz * 1e3 * bus_bits / 8; // two transfers a clock
+    return chip_from_device(dev->properties.name, dev->properties.multiProcessorCount, sm_khz / 1e6, bytes_per_s);
+}
 
 void device_memory(const Device* dev, size_t* free_bytes, size_t* total_bytes) {
     (void)dev;

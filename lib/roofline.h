@@ -24,7 +24,7 @@
 // chips
 
 typedef struct {
-    char name[96];
+    char name[256]; // as long as CUDA makes them
     double fp8_flops;   // dense tensor-core peak, FLOP/s (2 per multiply-add)
     double bf16_flops;  //
     double bytes_per_s; // memory bandwidth
