@@ -214,11 +214,11 @@ static __device__ __forceinline__ void attention_pack_slice(uint32_t (&a)[M][4],
     }
 }
 
-// s = value where the kv position is beyond the q position. SIGN 1: rows are q, columns kv; -1: the other way round.
+// s = -inf where the kv position is beyond the q position. SIGN 1: rows are q, columns kv; -1: the other way round.
 // `limit` = q - kv of this lane's first element.
 // NOTE: the empty asm keeps the caller's `if` a branch; as 32 selects it would run for every sub-block.
 template <int SIGN, int M, int N>
-static __device__ __forceinline__ void attention_mask(float (&s)[M][N][4], int limit, float value) {
+static __device__ __forceinline__ void attention_mask(float (&s)[M][N][4], int limit) {
     asm volatile("" ::: "memory");
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -226,7 +226,7 @@ static __device__ __forceinline__ void attention_mask(float (&s)[M][N][4], int l
         for (int i = 0; i < N * 4; i++) {
             int row = 16 * m + i % 4 / 2 * 8, column = i / 4 * 8 + i % 2;
             if (SIGN * (column - row) > limit) {
-                s[m][i / 4][i % 4] = value;
+                s[m][i / 4][i % 4] = -INFINITY;
             }
         }
     }
@@ -429,7 +429,7 @@ builtin_attention_forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, 
                 attention_mma_rows<HS>(s, q_operand[q_in_registers ? j : 0], k_lane + offset + j * 32);
             }
             if (first + 8 * N - 1 > warp_q) {
-                attention_mask<1>(s, warp_q - first + lane / 4 - (lane % 4) * 2, -INFINITY);
+                attention_mask<1>(s, warp_q - first + lane / 4 - (lane % 4) * 2);
             }
 
             // o += softmax(s) v
@@ -576,12 +576,17 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
             const uint32_t offset = slot * stage_bytes + sub * row_bytes;
 
             // s = q k^T;  dp = dout v^T, while the exponentials turn s into P
+            // NOTE: masked as -inf here, not as P = 0 later: what follows is one basic block, in which the compiler
+            // lays the exponentials between the products (and needs 10 registers less)
             float s[M][N][4], dp[M][N][4];
             attention_clear(s);
             attention_clear(dp);
 #pragma unroll
             for (int j = 0; j < K; j++) {
                 attention_mma_rows<HS>(s, q_operand[j], k_lane + offset + j * 32);
+            }
+            if (first + 8 * N - 1 > warp_q) {
+                attention_mask<1>(s, warp_q - first + lane / 4 - (lane % 4) * 2);
             }
 #pragma unroll
             for (int j = 0; j < K; j++) {
@@ -597,10 +602,6 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
                     }
                 }
             }
-            if (first + 8 * N - 1 > warp_q) {
-                attention_mask<1>(s, warp_q - first + lane / 4 - (lane % 4) * 2, 0.0f);
-            }
-
             // dS;  dq += dS k
 #pragma unroll
             for (int m = 0; m < M; m++) {
@@ -708,7 +709,7 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
             const uint32_t offset = slot * stage_bytes + sub * row_bytes;
             const float* sub_stats = stats + slot * 2 * ATTENTION_STAGE + sub + (lane % 4) * 2;
 
-            // s = k q^T;  dp = v dout^T, while the exponentials turn s into P^T
+            // s = k q^T;  dp = v dout^T, while the exponentials turn s into P^T; masked here for the same reason
             float s[M][N][4], dp[M][N][4];
             attention_clear(s);
             attention_clear(dp);
@@ -720,6 +721,9 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
                     attention_ldmatrix(a[m], k_lane + m * 16 * row_bytes + j * 32);
                 }
                 attention_mma_rows<HS>(s, a, q_lane + offset + j * 32);
+            }
+            if (first < warp_kv + 16 * M - 1) {
+                attention_mask<-1>(s, first - warp_kv - lane / 4 + (lane % 4) * 2);
             }
 #pragma unroll
             for (int j = 0; j < K; j++) {
@@ -741,10 +745,6 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
                     }
                 }
             }
-            if (first < warp_kv + 16 * M - 1) {
-                attention_mask<-1>(s, first - warp_kv - lane / 4 + (lane % 4) * 2, 0.0f);
-            }
-
             // dv += P^T dout
 #pragma unroll
             for (int j = 0; j < N / 2; j++) {
