@@ -99,8 +99,9 @@ static __device__ __forceinline__ uint32_t attention_shared_address(const void* 
 // tiles
 
 __host__ __device__ constexpr int attention_row_bytes(int HS) { return (HS + 8) * 2; }
-// m16 tiles per warp where HS/8 accumulators per tile are kept (dq) or two sets of them (dkv), and n8 tiles of scores
-// per step: together 8 independent mma, enough to hide the latency of one from a single warp.
+
+// M of the backward kernels: m16 tiles per warp. dk and dv alone take HS * M registers of a lane. With N = 8 / M tiles
+// of 8 columns per step a warp has 8 independent mma in flight either way, about the latency of one.
 __host__ __device__ constexpr int attention_backward_m(int HS) { return HS <= 64 ? 2 : 1; }
 
 // What this CTA works on: the blocks of a head are neighbours.
@@ -277,6 +278,7 @@ static __device__ __forceinline__ void attention_store_rows(bf16* x, const float
 // forward
 
 constexpr int attention_forward_rows = 128; // queries per CTA: 4 warps x 32
+
 // Up to HS 64 the q operand fits in registers beside 32-column scores and 3 CTAs fit on an SM. At HS 112 and 128 the
 // output alone takes 112 to 128 registers: q is read again from shared memory, shared by 64 columns.
 __host__ __device__ constexpr int attention_forward_n(int HS) { return HS <= 96 ? 4 : 8; }
@@ -602,6 +604,7 @@ builtin_attention_dq_kernel(bf16* dqkv, float* delta, const bf16* dout, const bf
                     }
                 }
             }
+
             // dS;  dq += dS k
 #pragma unroll
             for (int m = 0; m < M; m++) {
@@ -745,6 +748,7 @@ builtin_attention_dkv_kernel(bf16* dqkv, const bf16* dout, const float* lse, con
                     }
                 }
             }
+
             // dv += P^T dout
 #pragma unroll
             for (int j = 0; j < N / 2; j++) {
