@@ -254,8 +254,9 @@ int main(int argc, char** argv) {
     int done = 0, failures = 0;
     printf("%s, cuBLASLt %zu, autotune %s; BF16 peak %.0f, FP8 peak %.0f TFLOP/s\n", name, cublasLtGetVersion(),
            autotune ? autotune : "off", chip.bf16_flops * 1e-12, chip.fp8_flops * 1e-12);
-    printf("%-6s %-7s %-8s %6s %6s %6s | %9s %7s %5s | %9s %7s %5s | %6s | %8s %8s\n", "model", "linear", "role", "rows",
-           "C", "OC", "bf16 us", "TFLOP/s", "peak", "fp8 us", "TFLOP/s", "peak", "ratio", "diff b16", "diff fp8");
+    printf("%-6s %-7s %-8s %6s %6s %6s | %9s %7s %5s | %9s %7s %5s | %6s | %8s %8s\n", "model", "linear", "role",
+           "rows", "C", "OC", "bf16 us", "TFLOP/s", "peak", "fp8 us", "TFLOP/s", "peak", "ratio", "diff b16",
+           "diff fp8");
     for (size_t m = 0; m < sizeof(models) / sizeof(models[0]); m++) {
         int C = models[m].C, rows = models[m].rows;
         const struct {
@@ -276,7 +277,8 @@ int main(int argc, char** argv) {
                     us[fp8] = linear_time(dev, &l[fp8], (MatmulRole)role, flush, flush_bytes);
                     total[fp8] += us[fp8];
                 }
-                printf("%-6s %-7s %-8s %6d %6d %6d | %9.1f %7.0f %4.0f%% | %9.1f %7.0f %4.0f%% | %5.2fx | %8.1e %8.1e\n",
+                printf("%-6s %-7s %-8s %6d %6d %6d | %9.1f %7.0f %4.0f%% | %9.1f %7.0f %4.0f%% | %5.2fx | %8.1e "
+                       "%8.1e\n",
                        models[m].name, linears[k].name, roles[role], rows, linears[k].C, linears[k].OC, us[0],
                        flops / us[0] * 1e-6, 100.0 * flops / us[0] * 1e6 / chip.bf16_flops, us[1], flops / us[1] * 1e-6,
                        100.0 * flops / us[1] * 1e6 / chip.fp8_flops, us[0] / us[1], diff[0], diff[1]);

@@ -354,6 +354,12 @@ static inline MatmulShapePlan* matmul_find_plan(Device* dev, const MatmulCall* c
     return &plans->shapes[plans->num_shapes - 1];
 }
 
+// Where the factor lies that turns a tensor's bytes into values: an address in device memory, nothing is read here.
+static inline const float* matmul_descale(int fp8, const ScaleSlot* slot) {
+    check(!fp8 || slot != NULL, "matmul: an FP8 operand without a slot");
+    return fp8 ? &slot->descale : NULL;
+}
+
 static inline void matmul_run(Device* dev, const MatmulCall* call) {
     MatmulKey key = call->key;
     const char* role = matmul_role_name(key);
@@ -388,8 +394,8 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
     call.d = y;
     call.a = fp8 ? (const void*)w.data : w.wide;
     call.b = fp8 ? (const void*)x.data : x.wide;
-    call.a_descale = fp8 ? &w.slot->descale : NULL; // an address in device memory: nothing is read here
-    call.b_descale = fp8 ? &x.slot->descale : NULL;
+    call.a_descale = matmul_descale(fp8, w.slot);
+    call.b_descale = matmul_descale(fp8, x.slot);
     call.bias = bias;
     matmul_run(dev, &call);
 }
@@ -402,8 +408,8 @@ void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, 
     call.d = dx;
     call.a = fp8 ? (const void*)w.transposed : w.wide;
     call.b = fp8 ? (const void*)dy.data : dy.wide;
-    call.a_descale = fp8 ? &w.slot->descale : NULL;
-    call.b_descale = fp8 ? &dy.slot->descale : NULL;
+    call.a_descale = matmul_descale(fp8, w.slot);
+    call.b_descale = matmul_descale(fp8, dy.slot);
     matmul_run(dev, &call);
 }
 
@@ -415,8 +421,8 @@ void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows,
     call.d = dw;
     call.a = fp8 ? (const void*)x.transposed : x.wide;
     call.b = fp8 ? (const void*)dy.transposed : dy.wide;
-    call.a_descale = fp8 ? &x.slot->descale : NULL;
-    call.b_descale = fp8 ? &dy.slot->descale : NULL;
+    call.a_descale = matmul_descale(fp8, x.slot);
+    call.b_descale = matmul_descale(fp8, dy.slot);
     call.beta = 1.0f;
     matmul_run(dev, &call);
 }

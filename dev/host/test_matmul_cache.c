@@ -2,7 +2,7 @@
 #include "../../lib/matmul_cache.h"
 #include "unit.h"
 
-static const char* path = "build_test_matmul_cache.txt";
+static char path[64]; // of the file under test; main fills it in
 
 static MatmulCacheEntry make_entry(int seed) {
     MatmulCacheEntry entry;
@@ -151,6 +151,7 @@ static void test_lock_excludes(void) {
 }
 
 int main(void) {
+    snprintf(path, sizeof(path), "/tmp/test_matmul_cache.%d", (int)getpid());
     unit_run(test_round_trip);
     unit_run(test_missing_file_is_empty);
     unit_run(test_damage);
