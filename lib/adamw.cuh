@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw_update_kernel(ParamState p, AdamW adamw, float correction1, float correction2, const StepState* state) {
     if (state->skip) { return; }
     float norm = state->grad_norm;
-    AdamWStep step = {adamw.lr, adamw.beta1, adamw.beta2, adamw.eps, adamw.weight_decay, correction1, correction2, 1.0f};
+    AdamWStep step = {adamw.lr,           adamw.beta1, adamw.beta2, adamw.eps,
+                      adamw.weight_decay, correction1, correction2, 1.0f};
     if (adamw.grad_clip > 0.0f && norm > adamw.grad_clip) { step.grad_factor = adamw.grad_clip / norm; }
     size_t layer = blockIdx.y * (p.n / 4), stride = (size_t)gridDim.x * blockDim.x;
     uint32_t amax = 0;

@@ -57,8 +57,8 @@ __device__ static inline Softmax softmax_add8(Softmax state, uint4 raw, int colu
 //            it is read again. Vp a multiple of 8, V anything
 //   bits     deterministic
 __global__ void __launch_bounds__(CLASSIFIER_THREADS, 2)
-    classifier_kernel(bf16* logits, float* losses, const int* targets, float dloss, int with_gradient, int cached, int V,
-                      int Vp) {
+    classifier_kernel(bf16* logits, float* losses, const int* targets, float dloss, int with_gradient, int cached,
+                      int V, int Vp) {
     extern __shared__ uint4 shared_memory[];
     __shared__ Softmax warp_softmax[CLASSIFIER_THREADS / 32];
     uint4* row = (uint4*)(logits + (size_t)blockIdx.x * Vp);
@@ -141,8 +141,8 @@ void classifier(Device* dev, bf16* logits, float* losses, const int* targets, fl
     int threads = (int)ceil_div((size_t)Vp / BF16_OF_VECTOR, 32) * 32;
     threads = threads < CLASSIFIER_THREADS ? threads : CLASSIFIER_THREADS;
     if (shared_bytes > 0) {
-        cuda_check(cudaFuncSetAttribute(classifier_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        (int)shared_bytes));
+        cuda_check(
+            cudaFuncSetAttribute(classifier_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
         cuda_check(cudaFuncSetAttribute(classifier_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared));
     }

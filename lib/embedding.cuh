@@ -84,12 +84,13 @@ __device__ static inline void embedding_add4(float* to, float4 sum) {
 }
 
 // dwte (Vp, C) FP32 += rows of dout (BT, C) BF16 of the buckets inside this segment; head, tail = of those that cross
-//   bytes    2 read per element of dout + 8 per element of a touched row of dwte: 200 MB at 64,1024,768 with 16k distinct
+//   bytes    2 read per element of dout + 8 per element of a touched row of dwte: 200 MB at 64,1024,768 with 16k
+//   distinct
 //            tokens, 46 us at 4.3 TB/s
 //   threads  grid (C / 4 / 64, segments), block 64
 //   bits     deterministic: rows ascending inside a bucket, pieces of a bucket in order
-__global__ void __launch_bounds__(64)
-    embedding_backward_kernel(float* dwte, EmbeddingSegments segments, const bf16* dout, TokenIndex index, int BT, int C) {
+__global__ void __launch_bounds__(64) embedding_backward_kernel(float* dwte, EmbeddingSegments segments,
+                                                                const bf16* dout, TokenIndex index, int BT, int C) {
     int c = (blockIdx.x * 64 + threadIdx.x) * EMBEDDING_COLS;
     if (c >= C) { return; }
     int begin = blockIdx.y * segments.length, end = min(BT, begin + segments.length);
@@ -158,18 +159,19 @@ void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wt
           BF16_OF_VECTOR);
     size_t num_vectors = (size_t)B * T * C / BF16_OF_VECTOR;
     embedding_forward_kernel<<<(unsigned)ceil_div(num_vectors, 256), 256, 0, dev->stream>>>(out, tokens, wte, wpe,
-                                                                                           num_vectors, T, C);
+                                                                                            num_vectors, T, C);
     cuda_check(cudaGetLastError());
 }
 
-void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B, int T, int C) {
+void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B, int T,
+                        int C) {
     check(B > 0 && T > 0 && C > 0 && C % BF16_OF_VECTOR == 0,
           "embedding_backward: (B, T, C) = (%d, %d, %d), want all positive and C a multiple of %d", B, T, C,
           BF16_OF_VECTOR);
     check(index.num_buckets > 0, "embedding_backward: empty token index");
     size_t num_vectors = (size_t)T * C / BF16_OF_VECTOR;
     embedding_backward_position_kernel<<<(unsigned)ceil_div(num_vectors, 128), 128, 0, dev->stream>>>(dwpe, dout, B,
-                                                                                                     num_vectors);
+                                                                                                      num_vectors);
     cuda_check(cudaGetLastError());
 
     int BT = B * T;

@@ -10,8 +10,8 @@
 // of the exponent, at most 2^-24 * 20); tanh.approx would be 5e-4.
 // Beyond |u| = 30 z and z' are held, where s is 0 or 1 already: u^3 cannot overflow.
 __device__ static inline float gelu_sigmoid(float u, float* slope) {
-    const float c = 0.7978845608f;                // sqrt(2/pi)
-    const float minus_2_log2e = -2.8853900818f;   // e^-2z = 2^(-2z log2(e))
+    const float c = 0.7978845608f;              // sqrt(2/pi)
+    const float minus_2_log2e = -2.8853900818f; // e^-2z = 2^(-2z log2(e))
     float h = fminf(fmaxf(u, -30.0f), 30.0f);
     float h2 = h * h;
     float z = c * h * fmaf(0.044715f, h2, 1.0f);
@@ -40,9 +40,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
         uint4 raw[PATCH_ROWS] = {};
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++) { // all loads before the first use
-            if (row + r < rows && place.column < C) {
-                raw[r] = load_vector(x + (size_t)(row + r) * C + place.column);
-            }
+            if (row + r < rows && place.column < C) { raw[r] = load_vector(x + (size_t)(row + r) * C + place.column); }
         }
         Fp8Patch patch = {};
 #pragma unroll
@@ -58,9 +56,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
                 emit_row<e4m3>(y, &patch, r, v, scale, (size_t)(row + r) * C + place.column, &amax);
             }
         }
-        if (y.transposed != NULL) {
-            element_store_transposed(y, (uint32_t*)tile, &patch, place, first_row, rows, C);
-        }
+        if (y.transposed != NULL) { element_store_transposed(y, (uint32_t*)tile, &patch, place, first_row, rows, C); }
     }
     if (y.amax != NULL) { raise_amax(y.amax, amax); }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(y, scale); }
@@ -74,7 +70,8 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 //   threads  as gelu_forward_kernel
 //   bits     deterministic: sums in fixed order
 __global__ void __launch_bounds__(ELEMENT_THREADS)
-    gelu_backward_kernel(FormsOut dx, float* partials, const bf16* dy, const bf16* x, const bf16* bias, int rows, int C) {
+    gelu_backward_kernel(FormsOut dx, float* partials, const bf16* dy, const bf16* x, const bf16* bias, int rows,
+                         int C) {
     __shared__ uint4 tile[ELEMENT_COLS * ELEMENT_ROWS / sizeof(uint4)];
     ElementPlace place = element_place();
     float scale = dx.slot != NULL ? dx.slot->scale : 1.0f;
@@ -111,9 +108,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
                 emit_row<e5m2>(dx, &patch, r, v, scale, (size_t)(row + r) * C + place.column, &amax);
             }
         }
-        if (dx.transposed != NULL) {
-            element_store_transposed(dx, (uint32_t*)tile, &patch, place, first_row, rows, C);
-        }
+        if (dx.transposed != NULL) { element_store_transposed(dx, (uint32_t*)tile, &patch, place, first_row, rows, C); }
     }
     if (partials != NULL) {
         int first_column = blockIdx.x * ELEMENT_COLS;
@@ -134,7 +129,8 @@ void gelu_forward(Device* dev, E4m3Tensor y, const bf16* x, const bf16* bias, in
     check_forms("gelu_forward", out, y.slot, fp8, rows, C);
     dim3 grid = element_grid(rows, C);
     if (fp8 && y.measure_first) {
-        gelu_forward_kernel<<<grid, ELEMENT_THREADS, 0, dev->stream>>>(measure_begin(dev, out), x, bias, rows, C);
+        FormsOut measuring = measure_begin(dev, out);
+        gelu_forward_kernel<<<grid, ELEMENT_THREADS, 0, dev->stream>>>(measuring, x, bias, rows, C);
         cuda_check(cudaGetLastError());
         measure_end(dev, out, y.recipe);
     }

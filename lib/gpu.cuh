@@ -19,31 +19,33 @@
 // errors
 
 // Every CUDA and cuBLASLt call is wrapped; every launch is followed by cuda_check(cudaGetLastError()).
-#define cuda_check(call)                                                                                    \
-    do {                                                                                                    \
-        cudaError_t cuda_status_ = (call);                                                                  \
-        check(cuda_status_ == cudaSuccess, "CUDA: %s (%s) in %s", cudaGetErrorString(cuda_status_),         \
-              cudaGetErrorName(cuda_status_), #call);                                                       \
+#define cuda_check(call)                                                                                               \
+    do {                                                                                                               \
+        cudaError_t cuda_status_ = (call);                                                                             \
+        check(cuda_status_ == cudaSuccess, "CUDA: %s (%s) in %s", cudaGetErrorString(cuda_status_),                    \
+              cudaGetErrorName(cuda_status_), #call);                                                                  \
     } while (0)
 
-#define cublas_check(call)                                                                                  \
-    do {                                                                                                    \
-        cublasStatus_t cublas_status_ = (call);                                                             \
-        check(cublas_status_ == CUBLAS_STATUS_SUCCESS, "cuBLASLt: %s in %s",                                \
-              cublasLtGetStatusString(cublas_status_), #call);                                              \
+#define cublas_check(call)                                                                                             \
+    do {                                                                                                               \
+        cublasStatus_t cublas_status_ = (call);                                                                        \
+        check(cublas_status_ == CUBLAS_STATUS_SUCCESS, "cuBLASLt: %s in %s", cublasLtGetStatusString(cublas_status_),  \
+              #call);                                                                                                  \
     } while (0)
 
-static inline size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
+static inline size_t ceil_div(size_t n, size_t by) {
+    return (n + by - 1) / by;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Device
 
 struct Device {
-    int index;                    // CUDA ordinal
-    cudaDeviceProp properties;    // name, multiProcessorCount, ...
-    cudaStream_t stream;          // every op runs here
+    int index;                 // CUDA ordinal
+    cudaDeviceProp properties; // name, multiProcessorCount, ...
+    cudaStream_t stream;       // every op runs here
     cublasLtHandle_t cublaslt;
-    void* workspace;              // scratch of the op that is running; see device_set_workspace
+    void* workspace; // scratch of the op that is running; see device_set_workspace
     size_t workspace_bytes;
     struct MatmulPlan* matmul_plans; // cache of matmul.cuh, one per shape
     int num_matmul_plans;
@@ -92,8 +94,12 @@ void device_free(Device* dev) {
     free(dev);
 }
 
-const char* device_name(const Device* dev) { return dev->properties.name; }
-const char* device_attention_name(const Device* dev) { return dev->attention_name; }
+const char* device_name(const Device* dev) {
+    return dev->properties.name;
+}
+const char* device_attention_name(const Device* dev) {
+    return dev->attention_name;
+}
 
 // The chip's peaks: from the table of data sheets, or estimated from what the driver reports.
 static inline Chip device_chip(const Device* dev) {
@@ -117,8 +123,8 @@ void* device_malloc(Device* dev, size_t bytes) {
         size_t free_bytes = 0, total_bytes = 0;
         (void)cudaGetLastError(); // an allocation that failed leaves the device usable: clear it, then ask
         device_memory(dev, &free_bytes, &total_bytes);
-        check(0, "GPU %d (%s): cannot allocate %zu MiB: %zu of %zu MiB are free (%s)", dev->index,
-              dev->properties.name, bytes >> 20, free_bytes >> 20, total_bytes >> 20, cudaGetErrorString(status));
+        check(0, "GPU %d (%s): cannot allocate %zu MiB: %zu of %zu MiB are free (%s)", dev->index, dev->properties.name,
+              bytes >> 20, free_bytes >> 20, total_bytes >> 20, cudaGetErrorString(status));
     }
     return p; // cudaMalloc aligns to 256 bytes
 }
@@ -142,13 +148,17 @@ void pinned_release(Device* dev, void* p) {
     cuda_check(cudaFreeHost(p));
 }
 
-void device_zero(Device* dev, void* p, size_t bytes) { cuda_check(cudaMemsetAsync(p, 0, bytes, dev->stream)); }
+void device_zero(Device* dev, void* p, size_t bytes) {
+    cuda_check(cudaMemsetAsync(p, 0, bytes, dev->stream));
+}
 
 void device_copy_in(Device* dev, void* to_device, const void* from_host, size_t bytes) {
     cuda_check(cudaMemcpyAsync(to_device, from_host, bytes, cudaMemcpyHostToDevice, dev->stream));
 }
 
-void device_sync(Device* dev) { cuda_check(cudaStreamSynchronize(dev->stream)); }
+void device_sync(Device* dev) {
+    cuda_check(cudaStreamSynchronize(dev->stream));
+}
 
 void device_copy_out(Device* dev, void* to_host, const void* from_device, size_t bytes) {
     cuda_check(cudaMemcpyAsync(to_host, from_device, bytes, cudaMemcpyDeviceToHost, dev->stream));
@@ -205,8 +215,12 @@ __device__ static inline uint4 pack8(const float v[8]) {
     return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
-__device__ static inline uint4 load_vector(const bf16* p) { return *(const uint4*)p; }
-__device__ static inline void store_vector(bf16* p, uint4 raw) { *(uint4*)p = raw; }
+__device__ static inline uint4 load_vector(const bf16* p) {
+    return *(const uint4*)p;
+}
+__device__ static inline void store_vector(bf16* p, uint4 raw) {
+    *(uint4*)p = raw;
+}
 
 // 16 bytes from global to shared memory without passing through registers; pending until cp_async_wait.
 __device__ static inline void cp_async(uint4* to_shared, const void* from) {
@@ -215,10 +229,14 @@ __device__ static inline void cp_async(uint4* to_shared, const void* from) {
 }
 
 // Waits for the calling thread's own copies; others see them after a __syncthreads.
-__device__ static inline void cp_async_wait(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ static inline void cp_async_wait(void) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 // Start bringing the line at p into L2, for a load that comes later.
-__device__ static inline void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ static inline void prefetch_l2(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 
 __device__ static inline float exp2_approx(float x) { // 2 ulp; 2^-inf = 0, 2^inf = inf, NaN stays NaN
     float y;
@@ -303,7 +321,9 @@ static inline FormsOut measure_begin(Device* dev, FormsOut out) {
     return measuring;
 }
 
-__global__ void measure_end_kernel(ScaleSlot* slot, ScaleRecipe recipe) { scale_slot_set_from_measured(slot, recipe); }
+__global__ void measure_end_kernel(ScaleSlot* slot, ScaleRecipe recipe) {
+    scale_slot_set_from_measured(slot, recipe);
+}
 
 static inline void measure_end(Device* dev, FormsOut out, ScaleRecipe recipe) {
     measure_end_kernel<<<1, 1, 0, dev->stream>>>(out.slot, recipe);
@@ -377,7 +397,8 @@ __device__ static inline void transpose_4x4(uint32_t columns[4], const uint32_t 
 }
 
 // Put a patch whose first column is `column` (a multiple of 8) and whose rows are word `word` into the tile.
-__device__ static inline void patch_to_tile(uint32_t* tile, int log2_words, int column, int word, const Fp8Patch* patch) {
+__device__ static inline void patch_to_tile(uint32_t* tile, int log2_words, int column, int word,
+                                            const Fp8Patch* patch) {
     uint32_t words[PATCH_COLS];
     transpose_4x4(words, patch->left);
     transpose_4x4(words + 4, patch->right);
@@ -401,8 +422,8 @@ __device__ static inline uint4 tile_chunk(const uint32_t* tile, int log2_words, 
 
 // transposed[first_column + c][first_row ..] = the tile, c < num_columns; rows beyond `rows` are left out.
 // The whole block calls, after a __syncthreads. rows is a multiple of 16.
-__device__ static inline void store_transposed(uint8_t* transposed, const uint32_t* tile, int log2_words, int num_columns,
-                                               int first_column, int first_row, int rows) {
+__device__ static inline void store_transposed(uint8_t* transposed, const uint32_t* tile, int log2_words,
+                                               int num_columns, int first_column, int first_row, int rows) {
     int log2_chunks = log2_words - 2;
     for (int i = threadIdx.x; i < num_columns << log2_chunks; i += blockDim.x) {
         int chunk = i & ((1 << log2_chunks) - 1), column = i >> log2_chunks;
@@ -471,8 +492,8 @@ __device__ static inline void element_store_transposed(const FormsOut& out, uint
 // column sums in fixed order: blocks write partial sums (num_partials, cols) into the workspace, a second kernel adds
 // them up, first to last, into the FP32 gradient
 
-#define COLUMN_SUMS 3        // most column sums one op makes (layernorm_backward)
-#define COLUMN_PARTIALS 512  // partial sums per column, at most...
+#define COLUMN_SUMS 3            // most column sums one op makes (layernorm_backward)
+#define COLUMN_PARTIALS 512      // partial sums per column, at most...
 #define COLUMN_PARTIALS_WIDE 256 // ...and when the op makes three and has more columns than
 #define COLUMN_WIDE 4096
 
@@ -516,8 +537,8 @@ __device__ static inline void block_column_sums(float* to, float* buffer, const 
 }
 
 // sums.to[s][c] += sum over p of partials[s][p][c].   grid (cols / 32, sums), block (32, 16)
-__global__ void __launch_bounds__(512) column_sums_kernel(ColumnSums sums, const float* partials, int num_partials,
-                                                          int cols) {
+__global__ void __launch_bounds__(512)
+    column_sums_kernel(ColumnSums sums, const float* partials, int num_partials, int cols) {
     __shared__ float lanes[16][32];
     int c = blockIdx.x * 32 + threadIdx.x;
     const float* from = partials + (size_t)blockIdx.y * num_partials * cols;
@@ -557,8 +578,12 @@ __device__ static inline uint32_t cluster_rank(void) {
 }
 
 // Every thread of every block arrives, then waits; what was written before the arrival is visible after the wait.
-__device__ static inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ static inline void cluster_wait(void) { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+__device__ static inline void cluster_arrive(void) {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ static inline void cluster_wait(void) {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
 
 // *p as it stands in the shared memory of block `rank` of the cluster.
 __device__ static inline float2 cluster_load(const float2* p, uint32_t rank) {

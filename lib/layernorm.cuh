@@ -3,8 +3,8 @@
 //
 // Both need whole-row sums before they can write anything, and tall tiles to write the transposed FP8 form in 16-byte
 // pieces or longer. So a tile of R rows x all C columns must stay on chip between the sums and the writes. A cluster of
-// up to 8 blocks shares it: each block holds R rows of its share of the columns in shared memory, sums its part of every
-// row, and reads the other blocks' parts over the cluster. Any C fits, and nothing is read twice.
+// up to 8 blocks shares it: each block holds R rows of its share of the columns in shared memory, sums its part of
+// every row, and reads the other blocks' parts over the cluster. Any C fits, and nothing is read twice.
 //
 //   inside a block   thread = (row lane, group): a group is 8 columns, a row lane LAYERNORM_PATCHES patches of 4 rows.
 //   staging          each thread copies its own vectors to its own slots of shared memory (cp.async: bytes in flight
@@ -172,11 +172,11 @@ __global__ void __launch_bounds__(LAYERNORM_MAX_THREADS)
     // the whole row: every block adds the parts of all blocks in the same order
     cluster_arrive();
     cluster_wait();
-    if (threadIdx.x < R) {
+    for (int local_row = threadIdx.x; local_row < R; local_row += threads) {
         float n = 0.0f, mean = 0.0f, squares = 0.0f;
         for (int rank = 0; rank < shape.blocks; rank++) {
             float count = (float)max(0, min(shape.groups * PATCH_COLS, C - rank * shape.groups * PATCH_COLS));
-            float2 part = cluster_load(&block_sums[threadIdx.x], rank);
+            float2 part = cluster_load(&block_sums[local_row], rank);
             if (count > 0.0f) {
                 float delta = part.x - mean;
                 mean += delta * (count / (n + count));
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(LAYERNORM_MAX_THREADS)
             }
         }
         float rstd = 1.0f / sqrtf(squares / (float)C + LAYERNORM_EPSILON);
-        row_stats[threadIdx.x] = make_float2(mean, rstd);
-        int row = first_row + (int)threadIdx.x;
+        row_stats[local_row] = make_float2(mean, rstd);
+        int row = first_row + local_row;
         if (place.first_column == 0 && row < rows && !y.measuring) {
             stats.mean[row] = mean;
             stats.rstd[row] = rstd;
@@ -283,9 +283,9 @@ __global__ void __maxnreg__(96) // three blocks of 224 threads on a multiprocess
                 }
             }
         }
-        if (threadIdx.x < R) {
-            int row = first_row + (int)threadIdx.x;
-            row_stats[threadIdx.x] =
+        for (int local_row = threadIdx.x; local_row < R; local_row += threads) {
+            int row = first_row + local_row;
+            row_stats[local_row] =
                 row < rows ? make_float2(args.stats.mean[row], args.stats.rstd[row]) : make_float2(0.0f, 0.0f);
         }
         cp_async_wait();
@@ -331,14 +331,14 @@ __global__ void __maxnreg__(96) // three blocks of 224 threads on a multiprocess
         // the whole row
         cluster_arrive();
         cluster_wait();
-        if (threadIdx.x < R) {
+        for (int local_row = threadIdx.x; local_row < R; local_row += threads) {
             float sum_g = 0.0f, sum_gn = 0.0f;
             for (int rank = 0; rank < shape.blocks; rank++) {
-                float2 part = cluster_load(&block_sums[threadIdx.x], rank);
+                float2 part = cluster_load(&block_sums[local_row], rank);
                 sum_g += part.x;
                 sum_gn += part.y;
             }
-            row_means[threadIdx.x] = make_float2(sum_g / (float)C, sum_gn / (float)C);
+            row_means[local_row] = make_float2(sum_g / (float)C, sum_gn / (float)C);
         }
         cluster_arrive(); // this thread reads no other block's memory any more; waited for at the end of the loop
         __syncthreads();
@@ -427,10 +427,9 @@ static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribu
     attribute->val.clusterDim.z = 1;
     config.attrs = attribute;
     config.numAttrs = 1;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)config.dynamicSmemBytes));
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    cudaSharedmemCarveoutMaxShared));
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)config.dynamicSmemBytes));
+    cuda_check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     return config;
 }
 

@@ -86,9 +86,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
                           values[r][1].x, values[r][1].y, values[r][1].z, values[r][1].w};
             if (inside) { emit_row<e4m3>(w, &patch, r, v, scale, (size_t)(row + r) * C + place.column, &amax); }
         }
-        if (w.transposed != NULL) {
-            element_store_transposed(w, (uint32_t*)tile, &patch, place, first_row, OC, C);
-        }
+        if (w.transposed != NULL) { element_store_transposed(w, (uint32_t*)tile, &patch, place, first_row, OC, C); }
     }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(w, scale); }
 }

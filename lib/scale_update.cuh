@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(128)
 void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int num_slots) {
     if (num_slots <= 0) { return; }
     scale_slots_gather_kernel<<<(unsigned)ceil_div((size_t)num_slots, 128), 128, 0, dev->stream>>>(amaxes, slots,
-                                                                                                  num_slots);
+                                                                                                   num_slots);
     cuda_check(cudaGetLastError());
 }
 
