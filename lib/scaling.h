@@ -35,9 +35,11 @@ typedef enum {
     SLOT_UNUSED = 3        // belongs to a linear that is kept in BF16
 } SlotPolicy;
 
-typedef struct {
-    float scale;    // what the next quantise multiplies by: q = sat(x * scale)
+// NOTE: descale comes first and the struct is 16-byte aligned because cuBLASLt 13 refuses an FP8 product ("not
+// supported", at the launch and not in the heuristic) whose scale pointers are not.
+typedef struct __attribute__((aligned(16))) {
     float descale;  // belongs to the bytes in memory: x = q * descale. Written by whoever wrote them
+    float scale;    // what the next quantise multiplies by: q = sat(x * scale)
     float amax;     // max |x| of this step so far, before scaling; kernels raise it
     float jit_amax; // max |x| found by a measuring pass
     float fp8_max;  // 448 (E4M3) or 57344 (E5M2)
