@@ -278,8 +278,6 @@ static inline int matmul_use_remembered(Device* dev, MatmulShapePlan* plan, cons
                                                     &plan->algo, &result);
     if (status != CUBLAS_STATUS_SUCCESS || result.state != CUBLAS_STATUS_SUCCESS ||
         result.workspaceSize > MATMUL_WORKSPACE_BYTES) {
-        fprintf(stderr, "warning: '%s': the algorithm for '%s' is not accepted any more and is chosen anew\n",
-                matmul_plans(dev)->autotune_path, name);
         return 0;
     }
     plan->workspace_bytes = result.workspaceSize;
@@ -304,6 +302,10 @@ static inline void matmul_autotune(Device* dev, MatmulShapePlan* plan, const Mat
     int lock = matmul_cache_lock(plans->autotune_path);
     matmul_cache_load(&plans->cache, plans->autotune_path); // another rank may have been here first
     if (!matmul_use_remembered(dev, plan, entry.key)) {
+        if (matmul_cache_find(&plans->cache, entry.key) != NULL) {
+            fprintf(stderr, "warning: '%s': cuBLASLt does not accept the algorithm for '%s': it is chosen anew\n",
+                    plans->autotune_path, entry.key);
+        }
         cublasLtMatmulHeuristicResult_t candidates[MATMUL_CANDIDATES];
         float microseconds = 0.0f;
         int n = matmul_candidates(dev, plan, candidates);
@@ -461,6 +463,7 @@ void matmul_set_autotune(Device* dev, const char* cache_path) {
     strcpy(plans->autotune_path, cache_path);
     int lock = matmul_cache_lock(cache_path); // an unusable path is an error now and not in the first step
     matmul_cache_load(&plans->cache, cache_path);
+    matmul_cache_save(&plans->cache, cache_path); // a corrupt file was reported once: do not find it again
     matmul_cache_unlock(lock);
 }
 
