@@ -96,6 +96,9 @@ train_gpt_fp8: train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_
 	@echo "$(CUDNN_STATUS)"
 	$(NVCC) $(NVCC_FLAGS) -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS)
 
+cudnn-status:
+	@echo "$(CUDNN_STATUS)"
+
 # It holds both floors of ops: the CPU floor is what the GPU kernels are compared against.
 test_gpt_fp8: test_gpt_fp8.cu train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc ## the GPU tests
 	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS) -lgomp
@@ -187,4 +190,5 @@ help: ## this list
 	@echo "  variables: see the top of the Makefile"
 
 FORCE:
-.PHONY: FORCE cpu tools test host wall gpu-compile quickstart clean help need-nvcc need-mpi
+.PHONY: FORCE cpu tools test host wall gpu-compile quickstart clean help need-nvcc need-mpi \
+    cudnn-status
