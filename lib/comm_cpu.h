@@ -13,7 +13,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "floor.h"
+#include "device_cpu.h"
 
 struct Comm {
     int rank, num_ranks;
@@ -46,6 +46,7 @@ static inline int comm_launched(void) {
 }
 
 Comm* comm_create(int* argc, char*** argv) {
+    cpu_spin_briefly(*argv); // the one call of the floor that is sure to be early enough
     Comm* comm = (Comm*)calloc_or_die(1, sizeof(Comm));
     comm->num_ranks = 1;
     int launched = comm_launched();
