@@ -1,0 +1,987 @@
+// Tests of train_gpt_fp8: every op, and the whole model. It includes the program, so it tests the very lines that train.
+//
+//     make test_gpt_fp8_cpu && ./test_gpt_fp8_cpu     g++: the CPU floor; what CI runs
+//     make test_gpt_fp8 && ./test_gpt_fp8             nvcc: both floors in one binary, the GPU against the CPU floor
+//     ./test_gpt_fp8 ops_matmul                       only tests whose name contains the text
+//
+// Without a usable GPU the tests that need one are reported as skipped, with the reason. The same goes for tests against
+// the outside truth when its files are absent ($SHARED_DATA, default ../shared/data).
+
+// Everything that the program includes and that is no floor comes first, at global scope: the CPU floor is included
+// inside a namespace, where the guards of these headers then keep them out.
+#ifndef OMPI_SKIP_MPICXX
+#define OMPI_SKIP_MPICXX 1
+#endif
+#include <ctype.h>
+#include <errno.h>
+#include <glob.h>
+#include <limits.h>
+#include <math.h>
+#include <mpi.h>
+#include <omp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "lib/check.h"
+#include "lib/fp8.h"
+#include "lib/scaling.h"
+#include "lib/rng.h"
+#include "lib/config.h"
+#include "lib/tensors.h"
+#include "lib/memory.h"
+#include "lib/dataloader.h"
+#include "lib/token_index.h"
+#include "lib/tokenizer.h"
+#include "lib/sampler.h"
+#include "lib/schedule.h"
+#include "lib/checkpoint.h"
+#include "lib/roofline.h"
+#include "lib/logger.h"
+
+#include "dev/compare.h"
+#include "dev/test_ops.h"
+
+// main's own functions are not called here
+#pragma GCC diagnostic ignored "-Wunused-function"
+#ifdef __CUDACC__
+#pragma nv_diag_suppress 177
+#endif
+
+#define TESTING
+#ifndef CPU_FLOOR
+#define CPU_FLOOR
+#endif
+namespace cpu {
+#include "train_gpt_fp8.cu"
+#include "dev/probe.h"
+} // namespace cpu
+#undef CPU_FLOOR
+
+#ifdef __CUDACC__
+#include "train_gpt_fp8.cu"
+#include "dev/probe.h"
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the floors
+
+static const Floor* const cpu_floor = &cpu::probe_floor;
+
+// The GPU floor, or NULL and why not.
+static const Floor* gpu_floor(const char** why) {
+#ifdef __CUDACC__
+    static char reason[256];
+    *why = reason;
+    int count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0) {
+        snprintf(reason, sizeof(reason), "no usable GPU: %s", status != cudaSuccess ? cudaGetErrorString(status) : "none found");
+        return NULL;
+    }
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess || properties.major != 9) {
+        snprintf(reason, sizeof(reason), "no usable GPU: %s has compute capability %d.%d, want 9.0 (Hopper)", properties.name,
+                 properties.major, properties.minor);
+        return NULL;
+    }
+    return &probe_floor;
+#else
+    *why = "this binary has the CPU floor only (make test_gpt_fp8 has both)";
+    return NULL;
+#endif
+}
+
+// What the tests run on; set once in main, since unit.h's tests take no arguments.
+static const Floor* gpu;
+static const char* gpu_missing;
+enum { CPU_THREADS = 2 }; // of sessions on the CPU floor
+
+// ---------------------------------------------------------------------------------------------------------------------
+// how far a whole model may be off: rounding errors counted through its depth
+//
+// Everything is relative to the size of the tensor that the error is in, in root mean square, so independent errors add
+// in squares. One rounding to m bits of mantissa is off by 2^-m / sqrt(12) of the binade's start; weighted over a binade,
+//     u(m) = 2^-m sqrt(1/12) / sqrt(7/3) = 0.189 * 2^-m        BF16 1.5e-3, E4M3 2.4e-2, E5M2 4.7e-2
+// A product over K with independent errors in its terms is off by as much as one term, whatever K: a linear layer with
+// quantised input and weight by sqrt(2) u(3).
+//
+// Forward. The residual stream passes 2L sub-blocks (attention, MLP); each adds a branch, taken to be as large as the
+// embedding was. S is the stream's energy, E its error's energy, both in units of the embedding's energy:
+//     S_0 = 1, E_0 = u(7)^2;     S_j = S_{j-1} + 1,     E_j = E_{j-1} + E_{j-1}/S_{j-1} + own + u(7)^2 S_j
+// i.e. what was there, the same passed through the branch, the branch's own roundings, and the store of the sum. own has
+// two linears in a row in FP8, 4 u(3)^2; and in BF16 7 roundings u(7)^2 (LayerNorm, linear, attention or GELU, linear,
+// both weights after the first update, one spare for P inside attention).
+//     forward error in front of sub-block j:  f_j^2 = E_j / S_j;  of the logits: f_2L^2 + 2 u(7)^2
+//
+// Backward. The gradient stream starts with the logits' error and passes the sub-blocks downwards in the same way; own
+// has two dgrads in FP8, 2 (u(3)^2 + u(2)^2), or 6 roundings in BF16, and twice the forward error of that place (through
+// the LayerNorm's, GELU's and softmax's derivatives). A weight gradient adds its own operands: u(2)^2 (dy), u(3)^2 + f_j^2
+// (x), and one more dgrad for the first linear of a sub-block.
+//
+// It is an estimate of the worst case (branches as large as the stream), not a fit; `tight` in the tests says that no
+// more than 4x lies between it and the worst measured tensor.
+
+enum { MAX_SUB_BLOCKS = 64 };
+
+typedef struct {
+    int L;
+    double logits;                    // of the centred logits
+    double forward[MAX_SUB_BLOCKS + 1];
+    double layer[MAX_SUB_BLOCKS / 2]; // any gradient of a tensor of that layer
+    double bottom;                    // gradient of embeddings
+    double top;                       // gradient of the final LayerNorm
+} ErrorModel;
+
+static double format_error(int mantissa_bits) { return ldexp(sqrt(1.0 / 12.0) / sqrt(7.0 / 3.0), -mantissa_bits); }
+
+static ErrorModel error_model(int L, Precision precision) {
+    ErrorModel e = {};
+    e.L = L;
+    if (precision == PRECISION_FP32) { // 1e-4, as the issue demands; it is met with two digits to spare
+        e.logits = e.bottom = e.top = 1e-4;
+        for (int l = 0; l < L; l++) {
+            e.layer[l] = 1e-4;
+        }
+        return e;
+    }
+    double u7 = pow(format_error(7), 2), fp8 = precision == PRECISION_FP8;
+    double u3 = fp8 * pow(format_error(3), 2), u2 = fp8 * pow(format_error(2), 2);
+    double S = 1.0, E = u7;
+    e.forward[0] = E / S;
+    for (int j = 1; j <= 2 * L; j++) {
+        double passed = E / S;
+        S += 1.0;
+        E += passed + 4.0 * u3 + 7.0 * u7 + u7 * S;
+        e.forward[j] = E / S;
+    }
+    double logits = e.forward[2 * L] + 2.0 * u7;
+    S = 1.0, E = logits + 2.0 * u7;
+    e.top = sqrt(E + e.forward[2 * L]);
+    for (int j = 2 * L - 1; j >= 0; j--) { // from the last sub-block down; forward[j] is in front of it
+        double dgrad = u3 + u2, x = u3 + u7 + e.forward[j + 1];
+        double here = E / S + dgrad + u2 + x + 2.0 * u7;
+        e.layer[j / 2] = fmax(e.layer[j / 2], sqrt(here));
+        double passed = E / S;
+        S += 1.0;
+        E += passed + 2.0 * dgrad + 6.0 * u7 + 2.0 * e.forward[j] + u7 * S;
+    }
+    e.bottom = sqrt(E / S + u7);
+    e.logits = sqrt(logits);
+    return e;
+}
+
+// Subtract every row's mean: softmax does not see it, and a large common part would hide errors.
+static void centre_rows(float* x, size_t rows, size_t cols) {
+    for (size_t r = 0; r < rows; r++) {
+        double mean = 0.0;
+        for (size_t c = 0; c < cols; c++) {
+            mean += (double)x[r * cols + c] / (double)cols;
+        }
+        for (size_t c = 0; c < cols; c++) {
+            x[r * cols + c] -= (float)mean;
+        }
+    }
+}
+
+static double root_mean_square(const float* x, size_t n) {
+    double sum = 0.0;
+    for (size_t i = 0; i < n; i++) {
+        sum += (double)x[i] * (double)x[i];
+    }
+    return sqrt(sum / (double)n);
+}
+
+// Every gradient tensor of every layer within `factor` times the error model. Returns the largest share of its
+// threshold that any of them takes: 1 is the limit.
+static double expect_gradients(const char* what, const float* got, const float* want, const ParameterTable* table,
+                               const ErrorModel* e, double factor) {
+    double worst = 0.0;
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &table->tensor[t];
+        for (int l = 0; l < spec->layers; l++) {
+            size_t at = spec->offset + (size_t)l * spec->n;
+            double threshold = factor * (t == TENSOR_WTE || t == TENSOR_WPE      ? e->bottom
+                                         : t == TENSOR_LNFW || t == TENSOR_LNFB ? e->top
+                                                                                : e->layer[l]);
+            double distance = relative_distance(got + at, want + at, spec->n);
+            expect(distance <= threshold, "%s: gradient of %s, layer %d is %.3g off, want %.3g", what, spec->name, l, distance,
+                   threshold);
+            worst = fmax(worst, distance / threshold);
+        }
+        size_t n = (size_t)spec->layers * spec->n;
+        double distance = relative_distance(got + spec->offset, want + spec->offset, n), threshold = 0.0;
+        for (int l = 0; l < e->L; l++) {
+            threshold = fmax(threshold, e->layer[l]);
+        }
+        threshold = factor * fmax(threshold, fmax(e->bottom, e->top));
+        expect(distance <= threshold, "%s: gradient of %s is %.3g off, want %.3g", what, spec->name, distance, threshold);
+    }
+    return worst;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the outside truth: d2_reference.bin, computed in FP64 by PyTorch from an llm.c checkpoint
+
+enum { TRUTH_MAX_STEPS = 64 };
+
+typedef struct {
+    int B, T, num_rows, num_steps;
+    GptConfig config;
+    ParameterTable table;
+    float* weights; // (num_parameters) of the checkpoint
+    int* tokens;    // (BT + 1)
+    int* rows;      // (num_rows) whose logits are known
+    float* logits;  // (num_rows, V)
+    float* losses;  // (BT)
+    float* grads;   // (num_parameters)
+    double mean_loss, grad_norm;
+    double step_loss[TRUTH_MAX_STEPS], step_norm[TRUTH_MAX_STEPS];
+} Truth;
+
+static const char* shared_data(void) {
+    const char* folder = getenv("SHARED_DATA");
+    return folder != NULL ? folder : "../shared/data";
+}
+
+// 0 and a skipped test when a file is absent.
+static int truth_load(Truth* truth, Arena* arena) {
+    char path[512], model_path[512], reason[1100];
+    snprintf(path, sizeof(path), "%s/reference/d2_reference.bin", shared_data());
+    snprintf(model_path, sizeof(model_path), "%s/llmc/d2_model_00000500.bin", shared_data());
+    if (access(path, R_OK) != 0 || access(model_path, R_OK) != 0) {
+        snprintf(reason, sizeof(reason), "'%s' or '%s' is absent (set SHARED_DATA)", path, model_path);
+        unit_skip(reason);
+        return 0;
+    }
+    memset(truth, 0, sizeof(*truth));
+    int h[256];
+    FILE* f = fopen_or_die(path, "rb");
+    fread_or_die(h, sizeof(h), f, path);
+    check(h[0] == 20261121 && h[1] == 1 && h[11] <= TRUTH_MAX_STEPS, "'%s' is no reference file", path);
+    truth->B = h[2], truth->T = h[3], truth->num_rows = h[10], truth->num_steps = h[11];
+    GptConfig config = {h[9], h[4], h[5], h[6], h[7], h[8]};
+    truth->config = config;
+    truth->table = parameter_table(config);
+    size_t BT = (size_t)truth->B * truth->T, V = (size_t)h[4], N = truth->table.num_parameters, rows = (size_t)h[10];
+    truth->tokens = (int*)arena_bytes(arena, (BT + 1) * 4);
+    truth->rows = (int*)arena_bytes(arena, rows * 4);
+    truth->logits = arena_floats(arena, rows * V);
+    truth->losses = arena_floats(arena, BT);
+    truth->grads = arena_floats(arena, N);
+    fread_or_die(truth->tokens, (BT + 1) * 4, f, path);
+    fread_or_die(truth->rows, rows * 4, f, path);
+    fread_or_die(truth->logits, rows * V * 4, f, path);
+    fread_or_die(truth->losses, BT * 4, f, path);
+    fread_or_die(&truth->mean_loss, 8, f, path);
+    fread_or_die(&truth->grad_norm, 8, f, path);
+    fread_or_die(truth->grads, N * 4, f, path);
+    fread_or_die(truth->step_loss, (size_t)truth->num_steps * 8, f, path);
+    fread_or_die(truth->step_norm, (size_t)truth->num_steps * 8, f, path);
+    fclose_or_die(f, path);
+    // the weights by hand: 1024 bytes of header, then BF16 in the order of the parameter table
+    uint16_t* bits = (uint16_t*)arena_bytes(arena, N * 2);
+    f = fopen_or_die(model_path, "rb");
+    fseek_or_die(f, 1024, model_path);
+    fread_or_die(bits, N * 2, f, model_path);
+    fclose_or_die(f, model_path);
+    truth->weights = arena_floats(arena, N);
+    for (size_t i = 0; i < N; i++) {
+        truth->weights[i] = bits_float((uint32_t)bits[i] << 16);
+    }
+    return 1;
+}
+
+// Thresholds of the training steps, from the same error model. An error of the logits of e * sigma (sigma: their
+// deviation within a row) moves a token's loss by as much (rms), plus half its square (curvature of the softmax); errors
+// of BT tokens are independent, so the mean moves by 1/sqrt(BT) of that: 3 deviations are allowed. After an update of
+// +-lr per weight, a copy in BF16 (or E4M3) shows it only when it crosses half a spacing; all weights set out from
+// BF16 values, so what is hidden adds up to at most sum |g_i| min(lr, spacing_i / 2) of loss: one step's worth, later
+// steps hide others. The norm: independent errors add e^2 / 2, their part along the gradient averages out over tokens,
+// and hidden updates make it lag by up to one step.
+typedef struct {
+    double token_loss, mean_loss, norm, hidden;
+} StepThresholds;
+
+static StepThresholds step_thresholds(const Truth* truth, const ErrorModel* e, double sigma, Precision precision) {
+    double BT = (double)truth->B * truth->T, z = e->logits * sigma, g = e->bottom;
+    for (int l = 0; l < e->L; l++) {
+        g = fmax(g, e->layer[l]);
+    }
+    StepThresholds t = {z + 0.5 * z * z, 3.0 * z / sqrt(BT) + 0.5 * z * z, 3.0 * g / sqrt(BT) + 0.5 * g * g, 0.0};
+    if (precision == PRECISION_FP32) {
+        t.token_loss = t.mean_loss = 1e-4 * truth->mean_loss;
+        t.norm = 1e-4;
+        return t;
+    }
+    for (int i = 0; i < NUM_TENSORS; i++) {
+        const TensorSpec* spec = &truth->table.tensor[i];
+        for (size_t k = spec->offset; k < spec->offset + spec->layers * spec->n; k++) {
+            double spacing = bf16_ulp((double)truth->weights[k]);
+            if (precision == PRECISION_FP8 && spec->is_linear) { spacing *= 16.0; }
+            t.hidden += fabs((double)truth->grads[k]) * fmin(1e-4, 0.5 * spacing);
+        }
+    }
+    return t;
+}
+
+// The whole comparison on one floor.
+static void truth_case(const Floor* floor, const char* precision_flag, Precision precision) {
+    Arena arena = {};
+    Truth truth;
+    if (!truth_load(&truth, &arena)) {
+        arena_free(&arena);
+        return;
+    }
+    const GptConfig* c = &truth.config;
+    size_t BT = (size_t)truth.B * truth.T, V = (size_t)c->vocab_size, N = truth.table.num_parameters;
+    size_t n = (size_t)truth.num_rows * V;
+    char flags[512];
+    snprintf(flags, sizeof(flags),
+             "--precision %s --num-layers %d --channels %d --num-heads %d --vocab-size %d --max-seq-len %d --batch-size %d "
+             "--seq-len %d --beta1 0.9 --beta2 0.95 --eps 1e-8 --weight-decay 0.1 --grad-clip 1", precision_flag,
+             c->num_layers, c->channels, c->num_heads, c->vocab_size, c->max_seq_len, truth.B, truth.T);
+    void* session = floor->open(flags, truth.weights, truth.tokens, (int)BT + 1, CPU_THREADS);
+    float *all = arena_floats(&arena, BT * V), *logits = arena_floats(&arena, n);
+    float *losses = arena_floats(&arena, BT), *grads = arena_floats(&arena, N);
+    floor->forward(session, all, losses);
+    for (int r = 0; r < truth.num_rows; r++) {
+        memcpy(logits + r * V, all + (size_t)truth.rows[r] * V, V * sizeof(float));
+    }
+    ErrorModel e = error_model(c->num_layers, precision);
+    double uncentred = relative_distance(logits, truth.logits, n);
+    expect(uncentred <= e.logits, "logits are %.3g off, want %.3g", uncentred, e.logits);
+    centre_rows(logits, (size_t)truth.num_rows, V);
+    centre_rows(truth.logits, (size_t)truth.num_rows, V);
+    double sigma = root_mean_square(truth.logits, n), distance = relative_distance(logits, truth.logits, n);
+    expect(distance <= e.logits, "centred logits are %.3g off, want %.3g", distance, e.logits);
+    StepThresholds allowed = step_thresholds(&truth, &e, sigma, precision);
+    double squares = 0.0;
+    for (size_t i = 0; i < BT; i++) {
+        squares += pow((double)losses[i] - (double)truth.losses[i], 2) / (double)BT;
+    }
+    expect(sqrt(squares) <= allowed.token_loss, "losses are %.3g off (rms), want %.3g", sqrt(squares), allowed.token_loss);
+    double worst = 0.0, worst_loss = 0.0;
+    for (int k = 0; k < truth.num_steps; k++) {
+        HostStep step = floor->step(session, 1e-4f);
+        double hidden = k > 0 ? allowed.hidden : 0.0, lag = k > 0 ? fabs(truth.step_norm[k - 1] / truth.step_norm[k] - 1.0) : 0.0;
+        if (precision == PRECISION_FP32) { lag = 0.0; }
+        double off = fabs((double)step.loss - truth.step_loss[k]), norm = fabs((double)step.grad_norm / truth.step_norm[k] - 1.0);
+        expect(step.skipped == 0, "step %d was skipped", k);
+        expect(off <= allowed.mean_loss + hidden, "step %d: loss %.6f, want %.6f +- %.3g", k, (double)step.loss,
+               truth.step_loss[k], allowed.mean_loss + hidden);
+        expect(norm <= allowed.norm + lag, "step %d: norm %.6f, want %.6f +- %.3g relative", k, (double)step.grad_norm,
+               truth.step_norm[k], allowed.norm + lag);
+        worst_loss = fmax(worst_loss, off);
+        if (k == 0) {
+            floor->grads(session, grads);
+            worst = expect_gradients("step 0", grads, truth.grads, &truth.table, &e, 1.0);
+        }
+    }
+    expect(fabs(truth.mean_loss - truth.step_loss[0]) < 1e-9, "the reference file disagrees with itself");
+    floor->close(session);
+    printf("    %s %s: centred logits %.2g (limit %.2g), gradients up to %.0f%% of their limit, ten steps' losses within %.2g\n",
+           floor->name, precision_flag, distance, e.logits, 100.0 * worst, worst_loss);
+    expect(precision == PRECISION_FP32 || worst > 0.25, "the thresholds are loose: nothing takes more than %.2f of its own", worst);
+    arena_free(&arena);
+}
+
+static void truth_fp32_cpu(void) { truth_case(cpu_floor, "fp32", PRECISION_FP32); }
+static void truth_bf16_cpu(void) { truth_case(cpu_floor, "bf16", PRECISION_BF16); }
+static void truth_fp8_cpu(void) { truth_case(cpu_floor, "fp8", PRECISION_FP8); }
+
+static void truth_on_gpu(const char* flag, Precision precision) {
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+    } else {
+        truth_case(gpu, flag, precision);
+    }
+}
+static void truth_bf16_gpu(void) { truth_on_gpu("bf16", PRECISION_BF16); }
+static void truth_fp8_gpu(void) { truth_on_gpu("fp8", PRECISION_FP8); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// small random models, with branches as large as the stream, so that every room of the model matters
+
+typedef struct {
+    const char* shape; // flags of the model and the batch
+    GptConfig config;
+    int B, T;
+} SmallModel;
+
+static const SmallModel small_models[] = {
+    {"--num-layers 2 --channels 128 --num-heads 2 --vocab-size 300 --max-seq-len 64 --batch-size 4 --seq-len 64",
+     {64, 300, 384, 2, 2, 128}, 4, 64},
+    {"--num-layers 3 --channels 96 --num-heads 2 --vocab-size 257 --max-seq-len 100 --batch-size 2 --seq-len 80",
+     {100, 257, 384, 3, 2, 96}, 2, 80},
+};
+
+// Weights in llm.c's order: linears of deviation 1/sqrt(inputs), position embeddings 1, token embeddings such that the
+// logits' deviation is 1.5, LayerNorms around 1, biases 0.1. Rounded to BF16 like a checkpoint's.
+static float* random_weights(Arena* arena, const GptConfig* config, uint64_t seed) {
+    ParameterTable table = parameter_table(*config);
+    float* w = arena_floats(arena, table.num_parameters);
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &table.tensor[t];
+        double deviation = spec->is_linear ? 1.0 / sqrt((double)spec->cols)
+                           : t == TENSOR_WPE ? 1.0
+                           : t == TENSOR_WTE ? 1.5 / sqrt((double)spec->cols)
+                                             : 0.1;
+        double mean = spec->init == INIT_ONE ? 1.0 : 0.0;
+        for (size_t i = 0; i < spec->layers * spec->n; i++) {
+            int padding = t == TENSOR_WTE && i >= (size_t)config->vocab_size * spec->cols;
+            w[spec->offset + i] = padding ? 0.0f : bf16_round((float)(mean + deviation * rng_normal(seed, (uint64_t)t, i)));
+        }
+    }
+    return w;
+}
+
+// What one session leaves behind.
+typedef struct {
+    float *logits, *losses;   // of the first batch with the initial weights
+    float* grads;             // of the first step
+    HostStep step[64];
+    float *master, *m, *v;    // at the end
+    ScaleSlot* slots;
+    int num_slots;
+} Trace;
+
+enum { SMALL_STEPS = 10 };
+
+static Trace trace_of(Arena* arena, const Floor* floor, const SmallModel* s, const char* more_flags, int num_steps,
+                      int num_threads) {
+    ParameterTable table = parameter_table(s->config);
+    size_t BT = (size_t)s->B * s->T, V = (size_t)s->config.vocab_size, N = table.num_parameters;
+    int num_tokens = (int)BT * 7 + 1; // seven windows: the loader wraps within ten steps
+    float* weights = random_weights(arena, &s->config, 1);
+    int* tokens = random_ints(arena, (size_t)num_tokens, s->config.vocab_size, 77);
+    char flags[768];
+    snprintf(flags, sizeof(flags), "%s --weight-decay 0.1 %s", s->shape, more_flags);
+    Trace t = {};
+    t.logits = arena_floats(arena, BT * V);
+    t.losses = arena_floats(arena, BT);
+    t.grads = arena_floats(arena, N);
+    t.master = arena_floats(arena, N);
+    t.m = arena_floats(arena, N);
+    t.v = arena_floats(arena, N);
+    void* session = floor->open(flags, weights, tokens, num_tokens, num_threads);
+    floor->forward(session, t.logits, t.losses);
+    for (int k = 0; k < num_steps; k++) {
+        t.step[k] = floor->step(session, 1e-3f);
+        if (k == 0) { floor->grads(session, t.grads); }
+    }
+    floor->weights(session, t.master, t.m, t.v);
+    t.num_slots = floor->slots(session, NULL);
+    t.slots = (ScaleSlot*)arena_bytes(arena, (size_t)t.num_slots * sizeof(ScaleSlot));
+    floor->slots(session, t.slots);
+    floor->close(session);
+    return t;
+}
+
+static void expect_same_traces(const char* what, const Trace* a, const Trace* b, const SmallModel* s, int num_steps) {
+    ParameterTable table = parameter_table(s->config);
+    size_t BT = (size_t)s->B * s->T, V = (size_t)s->config.vocab_size, bytes = table.num_parameters * sizeof(float);
+    expect(memcmp(a->logits, b->logits, BT * V * sizeof(float)) == 0, "%s: logits differ", what);
+    expect(memcmp(a->losses, b->losses, BT * sizeof(float)) == 0, "%s: losses differ", what);
+    expect(memcmp(a->grads, b->grads, bytes) == 0, "%s: gradients differ", what);
+    expect(memcmp(a->step, b->step, (size_t)num_steps * sizeof(HostStep)) == 0, "%s: steps differ", what);
+    expect(memcmp(a->master, b->master, bytes) == 0, "%s: weights differ", what);
+    expect(memcmp(a->m, b->m, bytes) == 0 && memcmp(a->v, b->v, bytes) == 0, "%s: moments differ", what);
+    expect(a->num_slots == b->num_slots && memcmp(a->slots, b->slots, (size_t)a->num_slots * sizeof(ScaleSlot)) == 0,
+           "%s: scale slots differ", what);
+}
+
+// The variants of a run that change which tensors are quantised, and how.
+typedef struct {
+    const char* flags;
+    Precision precision;
+    int first_fp8_layer, last_fp8_layer; // of the 2-layer model: layers in between have slots in use
+} Variant;
+
+static const Variant variants[] = {
+    {"--precision bf16", PRECISION_BF16, 0, -1},
+    {"--precision fp8", PRECISION_FP8, 0, 1},
+    {"--precision fp8 --recipe current", PRECISION_FP8, 0, 1},
+    {"--precision fp8 --bf16-layers 1,0", PRECISION_FP8, 1, 1},
+    {"--precision fp8 --bf16-ops qkv,fcproj", PRECISION_FP8, 0, 1},
+    {"--precision fp8 --bf16-ops proj,fc", PRECISION_FP8, 0, 1},
+};
+enum { NUM_VARIANTS = 6 };
+
+// A run against FP32 on the CPU floor: within the error model. Returns the share of the limit that is used.
+static double expect_near_fp32(const char* what, const Trace* got, const Trace* truth, const SmallModel* s, Precision precision,
+                               double factor) {
+    ParameterTable table = parameter_table(s->config);
+    size_t BT = (size_t)s->B * s->T, V = (size_t)s->config.vocab_size;
+    ErrorModel e = error_model(s->config.num_layers, precision);
+    double logits = relative_distance(got->logits, truth->logits, BT * V), z = factor * e.logits * 1.5;
+    expect(logits <= factor * e.logits, "%s: logits are %.3g off, want %.3g", what, logits, factor * e.logits);
+    double off = fabs((double)got->step[0].loss - (double)truth->step[0].loss), allowed = 3.0 * z / sqrt((double)BT) + 0.5 * z * z;
+    expect(off <= allowed, "%s: loss %.6f, want %.6f +- %.3g", what, (double)got->step[0].loss, (double)truth->step[0].loss, allowed);
+    return expect_gradients(what, got->grads, truth->grads, &table, &e, factor);
+}
+
+static void variants_near_fp32_cpu(void) {
+    for (int i = 0; i < 2; i++) {
+        Arena arena = {};
+        const SmallModel* s = &small_models[i];
+        Trace truth = trace_of(&arena, cpu_floor, s, "--precision fp32", 1, CPU_THREADS);
+        for (int k = 0; k < NUM_VARIANTS; k++) {
+            Trace t = trace_of(&arena, cpu_floor, s, variants[k].flags, 1, CPU_THREADS);
+            double worst = expect_near_fp32(variants[k].flags, &t, &truth, s, variants[k].precision, 1.0);
+            expect(k > 1 || worst > 0.25, "%s: the thresholds are loose: %.2f", variants[k].flags, worst);
+        }
+        arena_free(&arena);
+    }
+}
+
+// What a variant keeps in BF16 has slots that are never used, and the others count their warm-up.
+static void variants_slots_cpu(void) {
+    Arena arena = {};
+    for (int k = 0; k < NUM_VARIANTS; k++) {
+        Trace t = trace_of(&arena, cpu_floor, &small_models[0], variants[k].flags, 3, CPU_THREADS);
+        int current = strstr(variants[k].flags, "current") != NULL, warming = 0;
+        for (int i = 0; i < t.num_slots; i++) {
+            int layer = i / 12, linear = i / 3 % 4, is_weight = i % 3 == 1;
+            int wide = layer < variants[k].first_fp8_layer || layer > variants[k].last_fp8_layer ||
+                       (strstr(variants[k].flags, "qkv,fcproj") != NULL && (linear == 0 || linear == 3)) ||
+                       (strstr(variants[k].flags, "proj,fc ") != NULL) ||
+                       (strcmp(variants[k].flags, "--precision fp8 --bf16-ops proj,fc") == 0 && (linear == 1 || linear == 2));
+            SlotPolicy want = wide ? SLOT_UNUSED : is_weight ? SLOT_WEIGHT : current ? SLOT_JUST_IN_TIME : SLOT_DELAYED;
+            const ScaleSlot* slot = &t.slots[i];
+            expect(slot->policy == want, "%s: slot %d has policy %d, want %d", variants[k].flags, i, slot->policy, (int)want);
+            int counted = wide || is_weight ? 0 : 3;
+            expect(slot->count == counted, "%s: slot %d holds %d amaxes, want %d", variants[k].flags, i, slot->count, counted);
+            expect(slot->warmup == AMAX_WARMUP - counted, "%s: slot %d warms up for %d", variants[k].flags, i, slot->warmup);
+            expect(wide || (slot->scale > 0.0f && slot->scale != 1.0f), "%s: slot %d never got a scale", variants[k].flags, i);
+            warming += !wide && !is_weight;
+        }
+        expect(t.step[2].slots_warming == warming, "%s: %d slots warming, want %d", variants[k].flags, t.step[2].slots_warming, warming);
+    }
+    arena_free(&arena);
+}
+
+static void same_bits_twice_cpu(void) {
+    Arena arena = {};
+    for (int k = 0; k < NUM_VARIANTS; k++) {
+        const SmallModel* s = &small_models[k % 2];
+        Trace a = trace_of(&arena, cpu_floor, s, variants[k].flags, SMALL_STEPS, 1);
+        Trace b = trace_of(&arena, cpu_floor, s, variants[k].flags, SMALL_STEPS, 1);
+        Trace c = trace_of(&arena, cpu_floor, s, variants[k].flags, SMALL_STEPS, 2);
+        expect_same_traces("two runs", &a, &b, s, SMALL_STEPS);
+        expect_same_traces("one thread and two", &a, &c, s, SMALL_STEPS);
+        expect((double)a.step[SMALL_STEPS - 1].loss < (double)a.step[0].loss - 0.05, "%s: the loss went from %g to %g in %d steps",
+               variants[k].flags, (double)a.step[0].loss, (double)a.step[SMALL_STEPS - 1].loss, SMALL_STEPS);
+    }
+    arena_free(&arena);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GPU against CPU floor
+//
+// Both round in the same places, but add in different orders, so now and then a value falls on the other side of a
+// rounding boundary, and everything behind it differs. With depth that ends where two independent roundings of one truth
+// are: sqrt(2) times the error model, the limit used here. Near the input it is far less, which the op tests check.
+
+static void gpu_variants_near_cpu(const char* accumulation, int num_variants) {
+    for (int i = 0; i < 2; i++) {
+        Arena arena = {};
+        const SmallModel* s = &small_models[i];
+        ParameterTable table = parameter_table(s->config);
+        for (int k = 0; k < num_variants; k++) {
+            char flags[256];
+            snprintf(flags, sizeof(flags), "%s%s%s", variants[k].flags, accumulation[0] ? " --total-batch-tokens " : "",
+                     accumulation[0] ? (i == 0 ? "768" : "480") : "");
+            Trace want = trace_of(&arena, cpu_floor, s, flags, SMALL_STEPS, 0);
+            Trace got = trace_of(&arena, gpu, s, flags, SMALL_STEPS, 0);
+            Trace again = trace_of(&arena, gpu, s, flags, SMALL_STEPS, 0);
+            expect_same_traces(flags, &got, &again, s, SMALL_STEPS);
+            double worst = expect_near_fp32(flags, &got, &want, s, variants[k].precision, sqrt(2.0));
+            printf("    %s: gradients up to %.0f%% of their limit, losses after %d steps %.6f and %.6f\n", flags, 100.0 * worst,
+                   SMALL_STEPS, (double)got.step[SMALL_STEPS - 1].loss, (double)want.step[SMALL_STEPS - 1].loss);
+            ErrorModel e = error_model(s->config.num_layers, variants[k].precision);
+            // what hides in BF16 copies hides on both floors; what is left is noise of the updates: g relative to the drop
+            double g = sqrt(2.0) * fmax(e.bottom, e.layer[0]), z = sqrt(2.0) * e.logits * 1.5, BT = (double)s->B * s->T;
+            for (int step = 0; step < SMALL_STEPS; step++) {
+                double drop = fabs((double)want.step[0].loss - (double)want.step[step].loss);
+                double allowed = 3.0 * z / sqrt(BT) + 0.5 * z * z + g * drop;
+                double off = fabs((double)got.step[step].loss - (double)want.step[step].loss);
+                expect(off <= allowed, "%s: step %d: loss %.6f, the CPU floor has %.6f +- %.3g", flags, step,
+                       (double)got.step[step].loss, (double)want.step[step].loss, allowed);
+                double norm = fabs((double)got.step[step].grad_norm / (double)want.step[step].grad_norm - 1.0);
+                expect(norm <= 3.0 * g / sqrt(BT) + 0.5 * g * g + g * 0.1, "%s: step %d: norm %.6f, the CPU floor has %.6f", flags,
+                       step, (double)got.step[step].grad_norm, (double)want.step[step].grad_norm);
+                expect(got.step[step].slots_warming == want.step[step].slots_warming, "%s: step %d: slots warming", flags, step);
+            }
+            expect(relative_distance(got.master, want.master, table.num_parameters) < 0.1, "%s: the weights went elsewhere", flags);
+        }
+        arena_free(&arena);
+    }
+}
+
+static void gpu_one_micro_step(void) {
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+    } else {
+        gpu_variants_near_cpu("", NUM_VARIANTS);
+    }
+}
+
+static void gpu_three_micro_steps(void) {
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+    } else {
+        gpu_variants_near_cpu("3", 2);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// behaviours; on the CPU floor, and on the GPU where there is one
+
+// Gradients against finite differences of the loss, FP32: per tensor along its own gradient (the steepest way, so that
+// the difference is far above FP32's noise), and for single parameters that have a large gradient.
+static double mean_loss_of(void* session, const float* weights, float* losses, size_t BT) {
+    cpu_floor->set_weights(session, weights);
+    cpu_floor->forward(session, NULL, losses);
+    double sum = 0.0;
+    for (size_t i = 0; i < BT; i++) {
+        sum += (double)losses[i] / (double)BT;
+    }
+    return sum;
+}
+
+static void finite_differences_fp32(void) {
+    Arena arena = {};
+    const SmallModel* s = &small_models[1];
+    ParameterTable table = parameter_table(s->config);
+    size_t BT = (size_t)s->B * s->T, N = table.num_parameters;
+    Trace t = trace_of(&arena, cpu_floor, s, "--precision fp32", 1, CPU_THREADS);
+    float *weights = random_weights(&arena, &s->config, 1), *moved = arena_floats(&arena, N), *losses = arena_floats(&arena, BT);
+    int num_tokens = (int)BT * 7 + 1;
+    int* tokens = random_ints(&arena, (size_t)num_tokens, s->config.vocab_size, 77);
+    char flags[512];
+    snprintf(flags, sizeof(flags), "%s --precision fp32", s->shape);
+    void* session = cpu_floor->open(flags, weights, tokens, num_tokens, CPU_THREADS);
+    for (int tensor = 0; tensor < NUM_TENSORS; tensor++) {
+        const TensorSpec* spec = &table.tensor[tensor];
+        size_t n = (size_t)spec->layers * spec->n, largest = spec->offset;
+        double norm = 0.0;
+        for (size_t i = spec->offset; i < spec->offset + n; i++) {
+            norm += (double)t.grads[i] * (double)t.grads[i];
+            if (fabsf(t.grads[i]) > fabsf(t.grads[largest])) { largest = i; }
+        }
+        norm = sqrt(norm);
+        expect(norm > 1e-4, "%s has no gradient", spec->name);
+        for (int single = 0; single < 2; single++) {
+            double slope = single ? (double)t.grads[largest] : norm, step = single ? 1e-2 : 1e-2 / fmax(1.0, norm), loss[2];
+            for (int side = 0; side < 2; side++) {
+                double by = side ? -step : step;
+                memcpy(moved, weights, N * sizeof(float));
+                for (size_t i = spec->offset; i < spec->offset + n; i++) {
+                    double direction = single ? (i == largest) : (double)t.grads[i] / norm;
+                    moved[i] = (float)((double)weights[i] + by * direction);
+                }
+                loss[side] = mean_loss_of(session, moved, losses, BT);
+            }
+            // FP32 leaves 1e-7 of noise in the loss, the third derivative some step^2 of the slope
+            double measured = (loss[0] - loss[1]) / (2.0 * step), allowed = 0.01 * fabs(slope) + 2e-7 / step;
+            expect(fabs(measured - slope) <= allowed, "%s, %s: the loss has slope %.6g, the gradient says %.6g", spec->name,
+                   single ? "one parameter" : "along the gradient", measured, slope);
+        }
+    }
+    cpu_floor->close(session);
+    arena_free(&arena);
+}
+
+// The padding rows of wte are no tokens: no gradient, and they stay zero.
+static void padding_stays_zero(void) {
+    Arena arena = {};
+    const SmallModel* s = &small_models[0];
+    Trace t = trace_of(&arena, cpu_floor, s, "--precision fp8", SMALL_STEPS, CPU_THREADS);
+    size_t first = (size_t)s->config.vocab_size * s->config.channels, last = (size_t)s->config.padded_vocab_size * s->config.channels;
+    for (size_t i = first; i < last; i++) {
+        expect(t.grads[i] == 0.0f && t.master[i] == 0.0f, "padding element %zu: gradient %g, weight %g", i - first,
+               (double)t.grads[i], (double)t.master[i]);
+    }
+    arena_free(&arena);
+}
+
+// One batch of 4 sequences, or 2 micro-steps of 2, or 4 of 1: the same gradient.
+static void accumulation_equals_one_batch(void) {
+    Arena arena = {};
+    SmallModel s = small_models[0];
+    ParameterTable table = parameter_table(s.config);
+    const char* format = "--num-layers 2 --channels 128 --num-heads 2 --vocab-size 300 --max-seq-len 64 --batch-size %d --seq-len 64";
+    float* weights = random_weights(&arena, &s.config, 1);
+    int* tokens = random_ints(&arena, 257, s.config.vocab_size, 77);
+    float* grads[3];
+    HostStep step[3];
+    for (int i = 0; i < 3; i++) {
+        char shape[256], flags[512];
+        snprintf(shape, sizeof(shape), format, 4 >> i);
+        snprintf(flags, sizeof(flags), "%s --precision fp32 --total-batch-tokens 256", shape);
+        void* session = cpu_floor->open(flags, weights, tokens, 257, CPU_THREADS);
+        grads[i] = arena_floats(&arena, table.num_parameters);
+        step[i] = cpu_floor->step(session, 1e-3f);
+        cpu_floor->grads(session, grads[i]);
+        cpu_floor->close(session);
+        double distance = relative_distance(grads[i], grads[0], table.num_parameters);
+        expect(distance < 1e-5, "%d micro-steps: the gradient is %.3g off", 1 << i, distance);
+        expect(fabs((double)step[i].loss - (double)step[0].loss) < 1e-5, "%d micro-steps: loss %.7f, want %.7f", 1 << i,
+               (double)step[i].loss, (double)step[0].loss);
+    }
+    arena_free(&arena);
+}
+
+typedef struct {
+    void* session;
+    float *master, *m, *v;
+    ScaleSlot* slots;
+    int num_slots;
+    size_t N;
+} Snapshot;
+
+static Snapshot snapshot(Arena* arena, const Floor* floor, void* session, size_t N) {
+    Snapshot s = {session, arena_floats(arena, N), arena_floats(arena, N), arena_floats(arena, N), NULL, 0, N};
+    floor->weights(session, s.master, s.m, s.v);
+    s.num_slots = floor->slots(session, NULL);
+    s.slots = (ScaleSlot*)arena_bytes(arena, (size_t)s.num_slots * sizeof(ScaleSlot));
+    floor->slots(session, s.slots);
+    return s;
+}
+
+static void expect_same_state(const char* what, const Snapshot* a, const Snapshot* b) {
+    size_t bytes = a->N * sizeof(float);
+    expect(memcmp(a->master, b->master, bytes) == 0, "%s: weights moved", what);
+    expect(memcmp(a->m, b->m, bytes) == 0 && memcmp(a->v, b->v, bytes) == 0, "%s: moments moved", what);
+}
+
+// A NaN in what the passes read: the step is skipped, not one bit of the weights or moments moves, the slots that saw it
+// warm up again, and when the damage is gone the next step trains.
+static void nan_is_skipped_on(const Floor* floor, const char* precision) {
+    Arena arena = {};
+    const SmallModel* s = &small_models[0];
+    ParameterTable table = parameter_table(s->config);
+    int BT = s->B * s->T, fp8 = strstr(precision, "fp8") != NULL;
+    char flags[512];
+    snprintf(flags, sizeof(flags), "%s --precision %s", s->shape, precision);
+    int* tokens = random_ints(&arena, (size_t)BT + 1, s->config.vocab_size, 77); // one window: every step the same batch
+    void* session = floor->open(flags, random_weights(&arena, &s->config, 1), tokens, BT + 1, CPU_THREADS);
+    HostStep step = {};
+    for (int k = 0; k < 18; k++) {
+        step = floor->step(session, 1e-3f);
+        int warming = fp8 && k < AMAX_WARMUP - 1 ? 16 : 0; // 2 layers x 4 linears x (input, gradient)
+        expect(step.slots_warming == warming, "step %d: %d slots warming, want %d", k, step.slots_warming, warming);
+    }
+    Snapshot before = snapshot(&arena, floor, session, table.num_parameters);
+    for (int bad = 0; bad < 2; bad++) { // twice in a row
+        float good = floor->poke(session, TENSOR_LN1W, (size_t)s->config.channels + 5, NAN); // layer 1
+        HostStep skipped = floor->step(session, 1e-3f);
+        floor->poke(session, TENSOR_LN1W, (size_t)s->config.channels + 5, good);
+        expect(skipped.skipped == 1 && !isfinite(skipped.loss), "a NaN step: skipped %d, loss %g", skipped.skipped, (double)skipped.loss);
+        Snapshot after = snapshot(&arena, floor, session, table.num_parameters);
+        expect_same_state("a skipped step", &before, &after);
+        int warming = 0;
+        for (int i = 0; i < after.num_slots; i++) {
+            const ScaleSlot *a = &after.slots[i], *b = &before.slots[i];
+            int healthy = i == 0 + 0; // the input of layer 0's qkv comes before the damage
+            expect(a->scale == b->scale, "slot %d: scale %g, was %g", i, (double)a->scale, (double)b->scale);
+            if (a->policy != SLOT_DELAYED) { continue; }
+            if (healthy) {
+                expect(a->warmup == 0 && a->count == b->count + bad + 1, "slot %d was healthy: warmup %d", i, a->warmup);
+            } else if (i / 12 == 1 || i % 3 == 2) { // layer 1, and all gradients
+                expect(a->warmup == AMAX_WARMUP && a->count == b->count, "slot %d saw NaN: warmup %d, count %d", i, a->warmup, a->count);
+            }
+            warming += a->warmup > 0;
+        }
+        expect(skipped.slots_warming == warming, "%d slots warming, want %d", skipped.slots_warming, warming);
+        expect(!fp8 || warming >= 12, "only %d slots warming", warming);
+    }
+    for (int k = 0; k < AMAX_WARMUP; k++) {
+        HostStep next = floor->step(session, 1e-3f);
+        expect(next.skipped == 0 && isfinite(next.loss) && next.loss < step.loss + 0.05f, "after the damage: skipped %d, loss %g, was %g",
+               next.skipped, (double)next.loss, (double)step.loss);
+        int healed = k == AMAX_WARMUP - 1 || !fp8;
+        expect((next.slots_warming == 0) == healed, "%d steps after the damage: %d slots warming", k + 1, next.slots_warming);
+        step = next;
+    }
+    floor->close(session);
+    arena_free(&arena);
+}
+
+static void nan_is_skipped_fp8_cpu(void) { nan_is_skipped_on(cpu_floor, "fp8"); }
+static void nan_is_skipped_bf16_cpu(void) { nan_is_skipped_on(cpu_floor, "bf16"); }
+static void nan_is_skipped_fp8_gpu(void) {
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+    } else {
+        nan_is_skipped_on(gpu, "fp8");
+    }
+}
+
+// With just-in-time scales and the same batch every step, a damaged step leaves no trace at all: the run with one equals
+// the run without, bit for bit.
+static void nan_leaves_no_trace(void) {
+    Arena arena = {};
+    const SmallModel* s = &small_models[0];
+    ParameterTable table = parameter_table(s->config);
+    int BT = s->B * s->T;
+    char flags[512];
+    snprintf(flags, sizeof(flags), "%s --precision fp8 --recipe current", s->shape);
+    int* tokens = random_ints(&arena, (size_t)BT + 1, s->config.vocab_size, 77);
+    float* weights = random_weights(&arena, &s->config, 1);
+    Snapshot end[2];
+    for (int damaged = 0; damaged < 2; damaged++) {
+        void* session = cpu_floor->open(flags, weights, tokens, BT + 1, CPU_THREADS);
+        for (int k = 0; k < 4; k++) {
+            if (damaged && k == 2) {
+                float good = cpu_floor->poke(session, TENSOR_WTE, 3, NAN); // the LM head reads every row of wte
+                expect(cpu_floor->step(session, 1e-3f).skipped == 1, "the damaged step was not skipped");
+                cpu_floor->poke(session, TENSOR_WTE, 3, good);
+            }
+            expect(cpu_floor->step(session, 1e-3f).skipped == 0, "step %d was skipped", k);
+        }
+        end[damaged] = snapshot(&arena, cpu_floor, session, table.num_parameters);
+        cpu_floor->close(session);
+    }
+    expect_same_state("a run with a damaged step", &end[0], &end[1]);
+    arena_free(&arena);
+}
+
+// Looking at a run does not change it: with and without validation, and a forward pass, between all steps; through the
+// warm-up and after it.
+static void validation_changes_nothing_on(const Floor* floor) {
+    const char* flags_of[] = {"--precision fp8", "--precision bf16", "--precision fp8 --recipe current"};
+    for (int i = 0; i < 3; i++) {
+        Arena arena = {};
+        const SmallModel* s = &small_models[0];
+        ParameterTable table = parameter_table(s->config);
+        int BT = s->B * s->T, num_tokens = 5 * BT + 1;
+        char flags[512];
+        snprintf(flags, sizeof(flags), "%s %s", s->shape, flags_of[i]);
+        int* tokens = random_ints(&arena, (size_t)num_tokens, s->config.vocab_size, 77);
+        float* weights = random_weights(&arena, &s->config, 1);
+        Snapshot end[2];
+        HostStep last[2];
+        for (int looking = 0; looking < 2; looking++) {
+            void* session = floor->open(flags, weights, tokens, num_tokens, CPU_THREADS);
+            for (int k = 0; k < AMAX_WARMUP + 4; k++) {
+                if (looking) {
+                    float loss = floor->validate(session, 2);
+                    expect(isfinite(loss) && loss == floor->validate(session, 2), "%s: validation is not repeatable", flags_of[i]);
+                }
+                last[looking] = floor->step(session, 1e-3f);
+            }
+            end[looking] = snapshot(&arena, floor, session, table.num_parameters);
+            floor->close(session);
+        }
+        expect_same_state(flags_of[i], &end[0], &end[1]);
+        expect(memcmp(&last[0], &last[1], sizeof(HostStep)) == 0, "%s: the last step differs", flags_of[i]);
+        for (int k = 0; k < end[0].num_slots; k++) { // jit_amax is scratch; all that decides a scale must be equal
+            ScaleSlot a = end[0].slots[k], b = end[1].slots[k];
+            a.jit_amax = b.jit_amax = 0.0f;
+            expect(memcmp(&a, &b, sizeof(a)) == 0, "%s: slot %d differs", flags_of[i], k);
+        }
+        arena_free(&arena);
+    }
+}
+
+static void validation_changes_nothing_cpu(void) { validation_changes_nothing_on(cpu_floor); }
+static void validation_changes_nothing_gpu(void) {
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+    } else {
+        validation_changes_nothing_on(gpu);
+    }
+}
+
+// The validation loss is the mean of the losses that a forward pass finds, and of the step's own batch before an update.
+static void losses_agree(void) {
+    const char* flags_of[] = {"--precision fp32", "--precision bf16", "--precision fp8"};
+    for (int i = 0; i < 3; i++) {
+        Arena arena = {};
+        const SmallModel* s = &small_models[1];
+        int BT = s->B * s->T;
+        char flags[512];
+        snprintf(flags, sizeof(flags), "%s %s", s->shape, flags_of[i]);
+        int* tokens = random_ints(&arena, (size_t)BT + 1, s->config.vocab_size, 77);
+        void* session = cpu_floor->open(flags, random_weights(&arena, &s->config, 1), tokens, BT + 1, CPU_THREADS);
+        float* losses = arena_floats(&arena, (size_t)BT);
+        cpu_floor->forward(session, NULL, losses);
+        double mean = 0.0;
+        for (int k = 0; k < BT; k++) {
+            mean += (double)losses[k] / BT;
+        }
+        double validation = (double)cpu_floor->validate(session, 1), step = (double)cpu_floor->step(session, 1e-3f).loss;
+        expect(fabs(validation - mean) < 1e-5, "%s: validation %.7f, want %.7f", flags_of[i], validation, mean);
+        expect(fabs(step - mean) < 1e-5, "%s: step %.7f, want %.7f", flags_of[i], step, mean);
+        expect(mean > 3.0 && mean < 9.0, "%s: a loss of %.3f for random weights", flags_of[i], mean);
+        cpu_floor->close(session);
+        arena_free(&arena);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static const NamedTest model_tests[] = {
+    {"truth_fp32_cpu", truth_fp32_cpu},
+    {"truth_bf16_cpu", truth_bf16_cpu},
+    {"truth_fp8_cpu", truth_fp8_cpu},
+    {"truth_bf16_gpu", truth_bf16_gpu},
+    {"truth_fp8_gpu", truth_fp8_gpu},
+    {"model_finite_differences_fp32", finite_differences_fp32},
+    {"model_variants_near_fp32_cpu", variants_near_fp32_cpu},
+    {"model_variants_slots_cpu", variants_slots_cpu},
+    {"model_same_bits_twice_cpu", same_bits_twice_cpu},
+    {"model_gpu_one_micro_step", gpu_one_micro_step},
+    {"model_gpu_three_micro_steps", gpu_three_micro_steps},
+    {"model_padding_stays_zero", padding_stays_zero},
+    {"model_accumulation_equals_one_batch", accumulation_equals_one_batch},
+    {"model_losses_agree", losses_agree},
+    {"model_nan_is_skipped_fp8_cpu", nan_is_skipped_fp8_cpu},
+    {"model_nan_is_skipped_bf16_cpu", nan_is_skipped_bf16_cpu},
+    {"model_nan_is_skipped_fp8_gpu", nan_is_skipped_fp8_gpu},
+    {"model_nan_leaves_no_trace", nan_leaves_no_trace},
+    {"model_validation_changes_nothing_cpu", validation_changes_nothing_cpu},
+    {"model_validation_changes_nothing_gpu", validation_changes_nothing_gpu},
+};
+enum { NUM_MODEL_TESTS = sizeof(model_tests) / sizeof(model_tests[0]) };
+
+// Ops are tested GPU against CPU floor; in the g++ build the CPU floor on two threads against itself on one.
+static void open_op_floors(void) {
+#ifdef __CUDACC__
+    op_floors.subject = gpu;
+    op_floors.skip = gpu == NULL ? gpu_missing : NULL;
+    op_floors.thorough = getenv("TEST_QUICK") == NULL;
+#else
+    op_floors.subject = cpu_floor;
+    op_floors.exact = 1;
+#endif
+    op_floors.reference = cpu_floor;
+    if (op_floors.skip != NULL) { return; }
+    op_floors.reference_device = cpu_floor->device_open(op_floors.exact ? 1 : 0);
+    op_floors.subject_device = op_floors.subject->device_open(2);
+}
+
+int main(int argc, char** argv) {
+    check(argc <= 2, "usage: %s [part of the names of the tests to run]", argv[0]);
+    const char* filter = argc == 2 ? argv[1] : "";
+    gpu = gpu_floor(&gpu_missing);
+    open_op_floors();
+    for (int i = 0; i < NUM_OP_TESTS + NUM_MODEL_TESTS; i++) {
+        const NamedTest* test = i < NUM_OP_TESTS ? &op_tests[i] : &model_tests[i - NUM_OP_TESTS];
+        if (strstr(test->name, filter) == NULL) { continue; }
+        unit_run_named(test->name, test->run);
+    }
+    if (op_floors.skip == NULL) {
+        op_floors.subject->device_close(op_floors.subject_device);
+        op_floors.reference->device_close(op_floors.reference_device);
+    }
+    return unit_report();
+}
