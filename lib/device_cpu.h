@@ -73,7 +73,10 @@ static inline int cpu_threads_for(const Device* dev, double microseconds) {
 static inline void cpu_spin_briefly(char** argv) {
     if (getenv("GOMP_SPINCOUNT") == NULL && getenv("OMP_WAIT_POLICY") == NULL) {
         setenv("GOMP_SPINCOUNT", "2000", 1);
-        execv("/proc/self/exe", argv); // comes back only when it fails: then it is slower, no more
+        char path[4096]; // of this program: started through /proc/self/exe it would be called "exe" in ps
+        ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
+        path[length > 0 ? length : 0] = 0;
+        execv(path, argv); // comes back only when it fails: then it is slower, no more
     }
 }
 

@@ -495,6 +495,9 @@ static void test_matmul(void) {
     matmul_case(0, 0, 1, 16, 16);
     matmul_case(0, 0, 101, 272, 16);
     matmul_case(1, 0, 307, 16, 1040); // more than one BLOCK_N, BLOCK_K and task
+    matmul_case(0, 0, 19, 2064, 16); // more than one PANEL_K in each of the three
+    matmul_case(1, 0, 17, 16, 2064);
+    matmul_case(1, 0, 2081, 16, 16);
     matmul_case(0, 1, 48, 80, 112);
     matmul_case(0, 1, 304, 288, 48);
 }
