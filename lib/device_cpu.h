@@ -1,8 +1,8 @@
 // The ground of the CPU floor: the Device (threads, scratch, workspace, decode tables) and its memory, which is the
 // host's. Ops of reference.h lean on this file.
 //
-// Whoever includes this inside a namespace (the GPU test does) includes <math.h>, <omp.h> if OpenMP is on, check.h and
-// scaling.h before it, outside.
+// Whoever includes this inside a namespace (the GPU test does) includes <math.h>, <unistd.h>, <omp.h> if OpenMP is on,
+// check.h, scaling.h and roofline.h before it, outside.
 #ifndef DEVICE_CPU_H
 #define DEVICE_CPU_H
 
