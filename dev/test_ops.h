@@ -19,8 +19,9 @@
 
 #include "../lib/token_index.h"
 
-#define FP32_CHAIN 0x1p-19
-#define FLIP_SHARE 0x1p-8
+namespace ops { // names of the floors, which are included later, may be the same
+
+static const double FP32_CHAIN = 0x1p-19, FLIP_SHARE = 0x1p-8;
 
 // The two floors being compared. unit.h's tests take no arguments, so this is the file's one global.
 typedef struct {
@@ -1308,7 +1309,7 @@ static void ops_scale_slots(void) {
                 ScaleSlot want = slots[k];
                 scale_slot_step(&want, amaxes[k], recipe);
                 warming += scale_slot_is_warming(&want);
-                expect(memcmp(&want, &arg_slot(&s.subject, "slots")[k], sizeof(want)) == 0, "step: slot %d of %d differs", k, n);
+                expect(same_slots(&want, &arg_slot(&s.subject, "slots")[k], 1), "step: slot %d of %d differs", k, n);
             }
             const HostState* state = (const HostState*)arg_find(&s.subject, "state")->host;
             expect(state->slots_warming == warming, "slots_warming %d, want %d", state->slots_warming, warming);
@@ -1341,11 +1342,6 @@ static void ops_bf16_round_trip(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct {
-    const char* name;
-    void (*run)(void);
-} NamedTest;
-
 static const NamedTest op_tests[] = {
     {"ops_embedding_forward", ops_embedding_forward},
     {"ops_embedding_backward", ops_embedding_backward},
@@ -1370,5 +1366,7 @@ static const NamedTest op_tests[] = {
     {"ops_bf16_round_trip", ops_bf16_round_trip},
 };
 enum { NUM_OP_TESTS = sizeof(op_tests) / sizeof(op_tests[0]) };
+
+} // namespace ops
 
 #endif

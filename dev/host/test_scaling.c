@@ -3,6 +3,7 @@
 #include "unit.h"
 
 #include <math.h>
+#include <stddef.h>
 
 #include "../../lib/scaling.h"
 
@@ -22,6 +23,11 @@ static ScaleSlot warm(float fp8_max, float amax, ScaleRecipe recipe) {
         scale_slot_step(&slot, amax, recipe);
     }
     return slot;
+}
+
+// Bit for bit, without the bytes of padding behind the ring.
+static int same_slot(const ScaleSlot* a, const ScaleSlot* b) {
+    return memcmp(a, b, offsetof(ScaleSlot, history) + sizeof(a->history)) == 0;
 }
 
 static void expect_scale(const ScaleSlot* slot, float want, const char* what) {
@@ -129,7 +135,7 @@ static void test_step_zero(void) {
     slot.amax = 1.0f;
     scale_slot_step(&slot, 0.0f, plain);
     before.amax = 0.0f;
-    expect(memcmp(&slot, &before, sizeof(slot)) == 0, "an amax of 0 changes nothing but clears amax");
+    expect(same_slot(&slot, &before), "an amax of 0 changes nothing but clears amax");
     slot = fresh(E4M3_MAX, SLOT_DELAYED);
     scale_slot_step(&slot, 0.0f, plain);
     expect(slot.warmup == AMAX_WARMUP && slot.count == 0 && slot.scale == 1.0f, "an amax of 0 is no warm-up step");
@@ -265,7 +271,7 @@ static void test_unused_slot(void) {
         scale_slot_set_from_measured(&slot, plain);
         slot.jit_amax = 0.0f;
         scale_slot_step(&slot, amaxes[i], plain);
-        expect(memcmp(&slot, &before, sizeof(slot)) == 0, "an unused slot never changes (amax %g)", (double)amaxes[i]);
+        expect(same_slot(&slot, &before), "an unused slot never changes (amax %g)", (double)amaxes[i]);
     }
 }
 
