@@ -86,14 +86,10 @@ def read_json_line(run, line):
         raise ValueError("no object")
     kind = record["type"]
     if kind == "config":
-        # the settings, in one flat object; floor_loss 0 means unknown
-        config = record.get("config")
-        for settings in (config, config.get("train") if isinstance(config, dict) else None):
-            if isinstance(settings, dict):
-                for key in ("floor_loss", "floor-loss"):
-                    floor = settings.get(key)
-                    if isinstance(floor, (int, float)) and math.isfinite(floor) and floor > 0:
-                        run.floor = float(floor)
+        settings = record["config"]  # one flat object; floor_loss 0 means unknown
+        floor = number_of(settings, "floor_loss", optional=True)
+        if floor is not None and math.isfinite(floor) and floor > 0:
+            run.floor = float(floor)
     elif kind == "step":
         step = step_of(record)
         rate = number_of(record, "tokens_per_s", optional=True)
@@ -152,7 +148,7 @@ def read_run(name, path):
             continue
         try:
             read_line(run, line.decode("utf-8").strip())
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             run.bad_lines.append(number)
     if run.repeated:
         run.notes.append(f"steps occur twice, first step {run.repeated[0]} (a resumed run?): the last line counts")
