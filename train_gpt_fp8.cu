@@ -440,7 +440,7 @@ static void model_free(Model* model) {
 static ParamState param_state(Model* model, TensorName t, int l, bf16* param, ScaleSlot* slot, size_t n) {
     size_t offset = model->table.tensor[t].offset + (size_t)l * model->table.tensor[t].n;
     ParamState p = {model->master + offset, model->m + offset, model->v + offset, model->grads + offset,
-                    param, slot, 0, 1, n};
+                    param, slot, 0, 1, n, offset};
     return p;
 }
 
@@ -646,7 +646,8 @@ static void accumulate_gradients(Model* model, DataLoader* loader) {
 // The update, from gradients that are already there. apply = 0 leaves the weights (an outlier that the caller skips).
 static void update(Model* model, float learning_rate, int apply) {
     const TrainConfig* t = model->train;
-    AdamW adamw = {learning_rate, t->beta1, t->beta2, t->eps, t->weight_decay, t->grad_clip, model->num_updates + 1};
+    AdamW adamw = {learning_rate, t->beta1, t->beta2, t->eps, t->weight_decay, t->grad_clip, model->num_updates + 1,
+                   t->param_rounding == PARAM_ROUNDING_STOCHASTIC, (uint64_t)t->seed};
     if (apply) { for_each_parameter(model, visit_update, &adamw); }
     update_scales_and_quantize_weights(model);
 }

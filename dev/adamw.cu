@@ -106,7 +106,7 @@ static void bench_one(Bench* b, const char* size, int layers, size_t n, int fp8)
     }
     a.state = (StepState*)device_malloc(b->dev, sizeof(StepState));
     device_zero(b->dev, a.state, sizeof(StepState));
-    a.adamw = AdamW{1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 3};
+    a.adamw = AdamW{1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 3, 0, 0};
 
     StepState state;
     run_norm(b->dev, &a);

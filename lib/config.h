@@ -37,6 +37,7 @@ typedef struct {
 // The enums count in the order of the `choices` column of their row in the flag table.
 typedef enum { PRECISION_FP8, PRECISION_BF16, PRECISION_FP32 } Precision;
 typedef enum { RECIPE_DELAYED, RECIPE_CURRENT } Recipe;
+typedef enum { PARAM_ROUNDING_STOCHASTIC, PARAM_ROUNDING_NEAREST } ParamRounding;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
 
 // Bits of TrainConfig.bf16_ops, in the order of the row's choices.
@@ -79,6 +80,7 @@ typedef struct {
     float headroom;                          // scales leave this factor of room, >= 1
     int bf16_first_layers, bf16_last_layers; // so many blocks at either end compute their linears in BF16
     int bf16_ops;                            // BF16_OP_* bits: these linears stay in BF16 in every block
+    int param_rounding;                   // ParamRounding
     int attention;                           // AttentionKind (floor.h)
     // evaluation and samples
     int val_every;            // validate every N steps and at the end; 0: never
@@ -217,6 +219,8 @@ static inline const Flag* config_flags(int* count) {
          "keep the linears of the first F and the last L blocks in BF16"},
         {"bf16-ops", NULL, FLAG_SET, FLAG_OF_RUN, FLAG_AT(bf16_ops), "none", 0, 0, "qkv|proj|fc|fcproj", "LIST",
          "keep these linears of every block in BF16, e.g. qkv,fcproj"},
+        {"param-rounding", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(param_rounding), "stochastic", 0, 0,
+         "stochastic|nearest", "KIND", "how BF16 parameters are made from the FP32 master weights; llm.c: stochastic"},
         {"attention", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(attention), "auto", 0, 0, "auto|builtin|cudnn", "KIND",
          "auto: cudnn where this program was built with it"},
         {"tf32", "f", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "0|1", "0|1",

@@ -22,6 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "rng.h"
 #include "scaling.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -113,6 +114,8 @@ typedef struct {
     float lr, beta1, beta2, eps, weight_decay;
     float grad_clip; // gradients are multiplied by min(1, grad_clip / grad_norm); 0 = no clipping
     int t;           // 1-based count of applied updates, for bias correction
+    int stochastic;  // param is the master rounded stochastically, else to nearest even
+    uint64_t seed;   // of the stochastic rounding: element i of update t draws philox(seed, t, i / 4), word i % 4
 } AdamW;
 
 // One parameter tensor of one or more layers, as the optimizer sees it: (layers, n) contiguous.
@@ -125,7 +128,8 @@ typedef struct {
     ScaleSlot* slot;    // layer 0's slot when the forward pass reads FP8, else NULL: amax is raised to max |master|
     size_t slot_stride; // distance in slots from one layer's slot to the next
     int layers;
-    size_t n; // elements per layer
+    size_t n;     // elements per layer, a multiple of 4
+    size_t index; // of element 0 among all parameters, a multiple of 4: which random numbers round it
 } ParamState;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +251,7 @@ void loss_add(Device* dev, StepState* state, const float* losses, float factor, 
 void global_norm(Device* dev, StepState* state, const float* grads, size_t n);
 // AdamW (Loshchilov & Hutter 2019, decoupled decay) on p; does nothing when state->skip. Writes param and raises slots.
 void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state);
-// param and slots from the master weights, without an update: after initialisation or loading
+// param (to nearest even) and slots from the master weights, without an update: after initialisation or loading
 void params_from_master(Device* dev, ParamState p);
 // amax of all slots into a flat array (num_slots), NaN as +Inf (NCCL's max drops NaN), ready to be max-reduced
 void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int num_slots);

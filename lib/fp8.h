@@ -91,4 +91,12 @@ HOST_DEVICE static inline float bf16_round(float x) {
     return bits_float((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x00400000u : rounded);
 }
 
+// Round to one of the two BF16 neighbours of x, to the farther one with the probability that makes the mean x itself:
+// 16 random bits are added to the 16 that are cut off (llm.c does the same to its BF16 weights). Inf and NaN stay.
+HOST_DEVICE static inline float bf16_round_stochastic(float x, uint32_t random16) {
+    uint32_t bits = float_bits(x);
+    uint32_t rounded = (bits + (random16 & 0xFFFFu)) & 0xFFFF0000u;
+    return (bits & 0x7F800000u) == 0x7F800000u ? bf16_round(x) : bits_float(rounded);
+}
+
 #endif

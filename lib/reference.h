@@ -1095,8 +1095,22 @@ typedef struct {
     int update;   // 0: only what the forward pass reads is made
 } ParamUpdate;
 
+// param = master rounded stochastically, with the random numbers that floor.h says. start and n are multiples of 4.
+static inline void params_round_stochastic(ParamState p, size_t start, size_t n, AdamW adamw) {
+    uint64_t first = (p.index + start) / 4;
+#pragma omp simd
+    for (size_t group = 0; group < n / 4; group++) {
+        Philox4 random = philox(adamw.seed, (uint64_t)adamw.t, first + group);
+        for (int k = 0; k < 4; k++) {
+            size_t i = start + 4 * group + (size_t)k;
+            p.param[i] = bf16_round_stochastic(p.master[i], random.word[k]);
+        }
+    }
+}
+
 // Over all layers: update if asked, write param, raise each layer's slot. Chunks in parallel.
 static inline void params_update(Device* dev, ParamState p, ParamUpdate u) {
+    check(p.n % 4 == 0 && p.index % 4 == 0, "parameters: n = %zu, index = %zu, want multiples of 4", p.n, p.index);
     size_t chunks_per_layer = (p.n + PARAM_CHUNK - 1) / PARAM_CHUNK;
     size_t num_chunks = chunks_per_layer * (size_t)p.layers;
     float* amaxes = (float*)cpu_scratch(dev, dev->num_threads, (num_chunks + 1) * sizeof(float));
@@ -1107,7 +1121,9 @@ static inline void params_update(Device* dev, ParamState p, ParamUpdate u) {
         size_t n = p.n - in_layer < PARAM_CHUNK ? p.n - in_layer : PARAM_CHUNK;
         amaxes[chunk] =
             u.update ? adamw_chunk(p, start, n, u.adamw, u.grad_factor, u.c1, u.c2) : amax_of(p.master + start, (int)n);
-        if (p.param != NULL) {
+        if (p.param != NULL && u.adamw.stochastic && !dev->fp32) {
+            params_round_stochastic(p, start, n, u.adamw);
+        } else if (p.param != NULL) {
 #pragma omp simd
             for (size_t i = start; i < start + n; i++) {
                 p.param[i] = bf16_stored(dev, p.master[i]);
@@ -1133,7 +1149,7 @@ void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state
 }
 
 void params_from_master(Device* dev, ParamState p) {
-    AdamW none = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1};
+    AdamW none = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1, 0, 0};
     ParamUpdate update = {none, 1.0f, 1.0f, 1.0f, 0};
     params_update(dev, p, update);
 }

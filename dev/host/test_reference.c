@@ -1092,7 +1092,7 @@ static void test_step_state(void) {
 
 static void adamw_case(int fp32, float grad_clip, float grad_norm) {
     Device* dev = open_device(fp32, 2);
-    enum { LAYERS = 3, N = 20011, ALL = LAYERS * N, STRIDE = 2 };
+    enum { LAYERS = 3, N = 20012, ALL = LAYERS * N, STRIDE = 2 };
     float *master = (float*)malloc_or_die(ALL * sizeof(float)), *grad = random_values(ALL, 1.0);
     float *m = (float*)calloc_or_die(ALL, sizeof(float)), *v = (float*)calloc_or_die(ALL, sizeof(float));
     float* param = poisoned_floats(ALL);
@@ -1103,7 +1103,7 @@ static void adamw_case(int fp32, float grad_clip, float grad_norm) {
     for (int i = 0; i < ALL; i++) {
         master[i] = (float)(random_uniform() * (1 + i / N));
     }
-    ParamState p = {master, m, v, grad, param, slots, STRIDE, LAYERS, N};
+    ParamState p = {master, m, v, grad, param, slots, STRIDE, LAYERS, N, 0};
     params_from_master(dev, p);
     for (int i = 0; i < ALL; i++) {
         expect(param[i] == (fp32 ? master[i] : bf16_round(master[i])), "param[%d] = %g", i, (double)param[i]);
@@ -1112,7 +1112,7 @@ static void adamw_case(int fp32, float grad_clip, float grad_norm) {
     StepState state = {1.0f, grad_norm, 0, 0};
     double factor = grad_clip > 0 && grad_norm > grad_clip ? (double)grad_clip / grad_norm : 1.0;
     for (int t = 1; t <= 3; t++) {
-        AdamW adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, grad_clip, t};
+        AdamW adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, grad_clip, t, 0, 0};
         for (int i = 0; i < LAYERS * STRIDE; i++) {
             slots[i].amax = 0.0f;
         }
@@ -1139,13 +1139,51 @@ static void adamw_case(int fp32, float grad_clip, float grad_norm) {
     }
     // a skipped step changes nothing
     float* before = copy_of(master, ALL);
-    AdamW adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, grad_clip, 4};
+    AdamW adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, grad_clip, 4, 0, 0};
     state.skip = 1;
     slots[0].amax = 0.0f;
     adamw_update(dev, p, adamw, &state);
     expect_same_bits("master after a skipped step", master, before, ALL * sizeof(float));
     expect(slots[0].amax == 0.0f, "a skipped step raised a slot to %g", (double)slots[0].amax);
     free(master), free(grad), free(m), free(v), free(param), free(w64), free(m64), free(v64), free(before);
+    close_device(dev);
+}
+
+// Stochastic rounding: always a neighbour of the master, the mean is the master itself, other updates and other places
+// draw other numbers, the same update draws the same.
+static void test_stochastic_rounding(void) {
+    Device* dev = open_device(0, 2);
+    enum { N = 40000 };
+    float *master = (float*)malloc_or_die(N * sizeof(float)), *zeros = (float*)calloc_or_die(4 * N, sizeof(float));
+    float *param = poisoned_floats(N), *again = poisoned_floats(N), *later = poisoned_floats(N);
+    for (int i = 0; i < N; i++) {
+        master[i] = (float)(0.5 + 0.49 * random_uniform()); // positive and inside two binades
+    }
+    StepState state = {1.0f, 1.0f, 0, 0};
+    AdamW adamw = {0.0f, 0.9f, 0.95f, 1e-8f, 0.0f, 0.0f, 7, 1, 42};
+    ParamState p = {master, zeros, zeros + N, zeros + 2 * N, param, NULL, 0, 1, N, 8};
+    adamw_update(dev, p, adamw, &state);
+    p.param = again;
+    adamw_update(dev, p, adamw, &state);
+    expect_same_bits("the same update", param, again, N * sizeof(float));
+    p.param = later;
+    adamw.t = 8;
+    adamw_update(dev, p, adamw, &state);
+    double sum = 0.0, variance = 0.0;
+    int differ = 0, shifted = 0;
+    for (int i = 0; i < N; i++) {
+        float low = bits_float(float_bits(master[i]) & 0xFFFF0000u), high = bits_float(float_bits(low) + 0x10000u);
+        expect(param[i] == master[i] || param[i] == low || param[i] == high, "param[%d] = %.9g of %.9g", i,
+               (double)param[i], (double)master[i]);
+        double ulp = (double)high - low, up = (master[i] - low) / ulp; // probability of rounding up
+        sum += (param[i] - (double)master[i]) / ulp;
+        variance += up * (1.0 - up);
+        differ += param[i] != later[i];
+        shifted += (param[i] == high) != (up > 0.5);
+    }
+    expect(fabs(sum) < 5.0 * sqrt(variance), "bias of %g ulps over %d elements, deviation %g", sum, N, sqrt(variance));
+    expect(differ > N / 5 && shifted > N / 8, "%d of %d differ between updates, %d are not the nearest", differ, N, shifted);
+    free(master), free(zeros), free(param), free(again), free(later);
     close_device(dev);
 }
 
@@ -1250,6 +1288,7 @@ int main(void) {
     unit_run(test_classifier);
     unit_run(test_step_state);
     unit_run(test_adamw);
+    unit_run(test_stochastic_rounding);
     unit_run(test_slots);
     return unit_report();
 }
