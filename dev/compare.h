@@ -164,7 +164,9 @@ typedef struct {
     size_t n, slot_stride;
     float factor; // dloss of classifier, factor of loss_add
     float lr, beta1, beta2, eps, weight_decay, grad_clip;
-    int t;
+    int t, stochastic;
+    uint64_t seed;
+    size_t index;
     ScaleRecipe recipe;
     int measure_first, record;
     char broken[128]; // after the call: what was written outside its buffer; "" when nothing was
@@ -227,8 +229,9 @@ typedef struct {
 // (parameter_table) and as many as the flags' model has.
 typedef struct {
     const char* name;
-    void* (*device_open)(int num_threads);
+    void* (*device_open)(int num_threads, int attention); // AttentionKind
     void (*device_close)(void* device);
+    const char* (*attention_name)(const void* device);
     void (*op)(void* device, OpCall* call); // uploads, calls, reads back, looks at the guard zones
 
     void* (*open)(const char* flags, const float* weights, const int* tokens, int num_tokens, int num_threads);

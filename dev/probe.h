@@ -19,7 +19,7 @@ typedef struct {
 static void probe_buffer_open(Device* dev, ProbeBuffer* b, size_t bytes, int filler) {
     b->guard = getenv("TEST_NO_GUARDS") == NULL ? PROBE_GUARD : 0;
     b->bytes = bytes;
-    b->block = (char*)device_malloc(dev, bytes + 2 * b->guard);
+    b->block = (char*)device_malloc(dev, bytes + 2 * b->guard + (bytes == 0));
     b->image = (char*)malloc_or_die(bytes + 2 * b->guard);
     memset(b->image, PROBE_FILLER, bytes + 2 * b->guard);
     memset(b->image + b->guard, filler, bytes);
@@ -128,7 +128,7 @@ static size_t probe_workspace_bytes(Device* dev, const OpCall* c) {
 static ParamState probe_param_state(const ProbeArgs* a) {
     const OpCall* c = a->call;
     ParamState p = {PROBE_F32("master"), PROBE_F32("m"), PROBE_F32("v"), PROBE_F32("grad"), PROBE_BF16("param"),
-                    (ScaleSlot*)probe_at(a, "slots"), c->slot_stride, c->layers, c->n};
+                    (ScaleSlot*)probe_at(a, "slots"), c->slot_stride, c->layers, c->n, c->index};
     return p;
 }
 
@@ -204,7 +204,7 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
         break;
     case OP_GLOBAL_NORM: global_norm(dev, (StepState*)probe_at(a, "state"), PROBE_F32("grads"), c->n); break;
     case OP_ADAMW_UPDATE: {
-        AdamW adamw = {c->lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->grad_clip, c->t};
+        AdamW adamw = {c->lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->grad_clip, c->t, c->stochastic, c->seed};
         adamw_update(dev, probe_param_state(a), adamw, (StepState*)probe_at(a, "state"));
         break;
     }
@@ -275,12 +275,13 @@ static void probe_op(void* device, OpCall* call) {
     probe_buffer_close(dev, &workspace);
 }
 
-static void* probe_device_open(int num_threads) {
-    DeviceOptions options = {0, num_threads, 0, ATTENTION_AUTO};
+static void* probe_device_open(int num_threads, int attention) {
+    DeviceOptions options = {0, num_threads, 0, (AttentionKind)attention};
     return device_create(options);
 }
 
 static void probe_device_close(void* device) { device_free((Device*)device); }
+static const char* probe_attention_name(const void* device) { return device_attention_name((const Device*)device); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // training sessions: the program's own functions, fed from memory
@@ -421,8 +422,8 @@ static float probe_poke(void* session, int tensor, size_t i, float value) {
 #define PROBE_FLOOR_NAME "GPU"
 #endif
 
-static const Floor probe_floor = {PROBE_FLOOR_NAME, probe_device_open, probe_device_close, probe_op, probe_open, probe_close,
-                                  probe_step, probe_validate, probe_forward, probe_grads, probe_weights, probe_slots,
+static const Floor probe_floor = {PROBE_FLOOR_NAME, probe_device_open, probe_device_close, probe_attention_name, probe_op,
+                                  probe_open, probe_close, probe_step, probe_validate, probe_forward, probe_grads, probe_weights, probe_slots,
                                   probe_set_weights, probe_poke};
 
 #undef PROBE_FLOOR_NAME
