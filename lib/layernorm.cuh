@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(LAYERNORM_MAX_THREADS)
         cp_async_wait();
 #pragma unroll 4
         for (int i = 0; i < LAYERNORM_VECTORS; i++) {
-            int local_row = layernorm_row(shape, place, i), row = first_row + local_row;
+            int local_row = layernorm_row(shape, place, i);
             float v[8];
             unpack8(v, staged_x[i * threads]);
             if (add.branch != NULL) {
@@ -141,7 +141,6 @@ __global__ void __launch_bounds__(LAYERNORM_MAX_THREADS)
                 uint4 sum = pack8(v);
                 unpack8(v, sum); // the LayerNorm reads the sum as stored
                 staged_x[i * threads] = sum;
-                if (row < rows && !y.measuring) { store_vector(add.sum + (size_t)row * C + place.column, sum); }
             }
             float total = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
             float mean = total * (1.0f / PATCH_COLS), squares = 0.0f;
@@ -197,7 +196,7 @@ __global__ void __launch_bounds__(LAYERNORM_MAX_THREADS)
 
     // normalise and write
     float scale = y.slot != NULL ? y.slot->scale : 1.0f;
-    uint32_t amax = 0;
+    float amax = 0.0f;
     if (place.active) {
         float w[8], b[8];
         unpack8(w, load_vector(weight + place.column));
@@ -209,11 +208,16 @@ __global__ void __launch_bounds__(LAYERNORM_MAX_THREADS)
             for (int r = 0; r < PATCH_ROWS; r++) {
                 int i = p * PATCH_ROWS + r, local_row = layernorm_row(shape, place, i), row = first_row + local_row;
                 float2 stat = row_stats[local_row];
+                uint4 raw = staged_x[i * threads];
                 float v[8];
-                unpack8(v, staged_x[i * threads]);
+                unpack8(v, raw);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     v[j] = (v[j] - stat.x) * stat.y * w[j] + b[j];
+                }
+                // NOTE: the sum is stored here, not where it is made: the cluster barrier would wait for the stores
+                if (row < rows && add.branch != NULL && !y.measuring) {
+                    store_vector(add.sum + (size_t)row * C + place.column, raw);
                 }
                 if (row < rows) { emit_row<e4m3>(y, &patch, r, v, scale, (size_t)row * C + place.column, &amax); }
             }
@@ -259,7 +263,7 @@ __global__ void __maxnreg__(96) // three blocks of 224 threads on a multiprocess
     uint4 raw_weight = make_uint4(0, 0, 0, 0);
     if (place.active) { raw_weight = load_vector(args.weight + place.column); }
     float dweight[8] = {}, dbias[8] = {}, dbranch_bias[8] = {};
-    uint32_t amax = 0;
+    float amax = 0.0f;
 
     for (int first_row = blockIdx.y * R; first_row < rows; first_row += gridDim.y * R) {
         // load
@@ -276,7 +280,7 @@ __global__ void __maxnreg__(96) // three blocks of 224 threads on a multiprocess
                 }
             }
             if (args.dresidual != NULL) {
-#pragma unroll
+#pragma unroll 2
                 for (int i = 0; i < LAYERNORM_VECTORS; i++) {
                     int row = first_row + layernorm_row(shape, place, i);
                     if (row < rows) { prefetch_l2(args.dresidual + (size_t)row * C + place.column); }

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
     ElementPlace place = element_place();
     float scale = y.slot != NULL ? y.slot->scale : 1.0f;
     float sums[8] = {};
-    uint32_t amax = 0;
+    float amax = 0.0f;
     for (int first_row = blockIdx.y * ELEMENT_ROWS; first_row < rows; first_row += gridDim.y * ELEMENT_ROWS) {
         int row = first_row + place.word * PATCH_ROWS;
         uint4 raw[PATCH_ROWS] = {};
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
             }
         }
         Fp8Patch patch = {};
-        uint32_t amax = 0; // not wanted, drops out
+        float amax = 0.0f; // not wanted, drops out
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++) {
             float v[8] = {values[r][0].x, values[r][0].y, values[r][0].z, values[r][0].w,
