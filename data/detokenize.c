@@ -18,7 +18,8 @@ static const char* detokenize_usage =
     "  --byte                    byte-level shards; shards made by data/tokenize --byte are known without it\n"
     "  --gpt2 VOCABULARY         folder with vocab.bpe and encoder.json, or the file gpt2.tiktoken\n"
     "  -o FILE                   write here instead\n"
-    "  --document-separator STR  written after every document, \\n \\r \\t \\\\ allowed (default \\n<|endoftext|>\\n)\n";
+    "  --document-separator STR  written after every document, \\n \\r \\t \\\\ allowed (default "
+    "\\n<|endoftext|>\\n)\n";
 
 typedef struct {
     const char* vocabulary; // NULL: the shards must say that they are byte-level
@@ -58,8 +59,10 @@ static size_t detokenize_unescape(char* out, const char* text) {
         char c = *p;
         if (c == '\\') {
             c = *++p;
-            check(c == 'n' || c == 'r' || c == 't' || c == '\\', "--document-separator: '%s': after a backslash want n, r, t "
-                  "or another one", text);
+            check(c == 'n' || c == 'r' || c == 't' || c == '\\',
+                  "--document-separator: '%s': after a backslash want n, r, t "
+                  "or another one",
+                  text);
             c = c == 'n' ? '\n' : c == 'r' ? '\r' : c == 't' ? '\t' : '\\';
         }
         out[n++] = c;
@@ -68,25 +71,23 @@ static size_t detokenize_unescape(char* out, const char* text) {
 }
 
 // The text of one shard to `out`; *in_document says whether a document is open, before and after.
-static void detokenize_shard(const char* path, const Tokenizer* t, FILE* out, const char* out_name, const char* separator,
-                             size_t separator_length, int* in_document) {
+static void detokenize_shard(const char* path, const Tokenizer* t, FILE* out, const char* out_name,
+                             const char* separator, size_t separator_length, int* in_document) {
     int64_t num_tokens;
     int vocab_size;
     FILE* f = tokens_open_shard(path, &num_tokens, &vocab_size);
-    check(vocab_size == 0 || vocab_size == t->vocab_size, "'%s': tokens of a vocabulary of %d, but the one given has %d", path,
-          vocab_size, t->vocab_size);
+    check(vocab_size == 0 || vocab_size == t->vocab_size,
+          "'%s': tokens of a vocabulary of %d, but the one given has %d", path, vocab_size, t->vocab_size);
     uint16_t* tokens = malloc_or_die(DETOKENIZE_TOKENS * sizeof(uint16_t));
     for (int64_t at = 0; at < num_tokens; at += DETOKENIZE_TOKENS) {
         int64_t n = num_tokens - at < DETOKENIZE_TOKENS ? num_tokens - at : DETOKENIZE_TOKENS;
         fread_or_die(tokens, (size_t)n * sizeof(uint16_t), f, path);
         for (int64_t i = 0; i < n; i++) {
             int id = tokens[i];
-            check(id < t->vocab_size, "'%s': token %lld is %d, want less than the vocabulary's %d", path, (long long)(at + i), id,
-                  t->vocab_size);
+            check(id < t->vocab_size, "'%s': token %lld is %d, want less than the vocabulary's %d", path,
+                  (long long)(at + i), id, t->vocab_size);
             if (id == t->end_of_text) {
-                if (*in_document) {
-                    fwrite_or_die(separator, separator_length, out, out_name);
-                }
+                if (*in_document) { fwrite_or_die(separator, separator_length, out, out_name); }
             } else {
                 size_t length;
                 const char* text = tokenizer_decode(t, id, &length);
@@ -128,9 +129,7 @@ static int detokenize_main(int argc, char** argv) {
     for (int i = 0; i < o.num_shards; i++) {
         detokenize_shard(o.shards[i], &t, out, out_name, separator, separator_length, &in_document);
     }
-    if (in_document) {
-        fwrite_or_die(separator, separator_length, out, out_name);
-    }
+    if (in_document) { fwrite_or_die(separator, separator_length, out, out_name); }
     if (o.output != NULL) {
         fclose_or_die(out, tmp_name);
         check(rename(tmp_name, o.output) == 0, "cannot rename '%s' to '%s': %s", tmp_name, o.output, strerror(errno));
@@ -145,5 +144,7 @@ static int detokenize_main(int argc, char** argv) {
 }
 
 #ifndef TESTING // test_tokenizer.c includes this file
-int main(int argc, char** argv) { return detokenize_main(argc, argv); }
+int main(int argc, char** argv) {
+    return detokenize_main(argc, argv);
+}
 #endif

@@ -5,20 +5,22 @@
 //     data/make_corpus --print-entropy
 //
 // What makes it worth training on: a story has people, things, numbers and secret words that are chosen once, at their
-// first mention, and come back hundreds of bytes later, when every one of their letters can be known; pronouns agree with
-// names, numbers count down, things change hands. What makes it worth measuring on: the loss of a perfect model is known.
+// first mention, and come back hundreds of bytes later, when every one of their letters can be known; pronouns agree
+// with names, numbers count down, things change hands. What makes it worth measuring on: the loss of a perfect model is
+// known.
 //
 // THE FLOOR. The grammar is unambiguous: a text has exactly one derivation (corpus_check_grammar proves it), so the
 // probability of a text is the product of the probabilities of the choices made, and the entropy H of a story is the
-// expected sum of -ln(probability) over these choices. The byte-level tokenizer makes bytes + 1 tokens of a story (its end-
-// of-text token included), and stories are independent, so
+// expected sum of -ln(probability) over these choices. The byte-level tokenizer makes bytes + 1 tokens of a story (its
+// end- of-text token included), and stories are independent, so
 //
 //     floor = H / (E[bytes] + 1)    nats per token
 //
 // is the mean loss of a model that knows the grammar and sees its story from the beginning. One whose window starts in
 // the middle of a story has not seen the names, and stays a little above. H and E[bytes] are computed from the weights
 // below, not sampled:
-// - a rule's alternatives are chosen by weight and independently of all values, so H(rule) = sum of p (-ln p + H(parts));
+// - a rule's alternatives are chosen by weight and independently of all values, so H(rule) = sum of p (-ln p +
+// H(parts));
 // - a value is chosen uniformly from its list, without the k values it must differ from: ln(size - k);
 // - nothing but the values themselves depends on which of a list's words were chosen, so by symmetry each slot is
 //   uniform on its list wherever it is printed, and its expected bytes are the mean over the list.
@@ -41,16 +43,17 @@ typedef struct {
 
 static const CorpusList corpus_lists[] = {
     {"person", // 16 boys, then 16 girls: CORPUS_FIRST_GIRL
-     {"Ben",   "Carl",  "Dan",   "Eric", "Finn", "Gus",   "Jack", "Ken",  "Leo",  "Max",  "Nick",
-      "Paul",  "Ray",   "Ron",   "Vic",  "Zack", "Bella", "Clara", "Daisy", "Emma", "Fay", "Grace",
-      "Jane",  "Kate",  "Lily",  "Mia",  "Nora", "Penny", "Rose", "Ruby", "Vera", "Zoe"}},
+     {"Ben",  "Carl", "Dan",  "Eric", "Finn", "Gus",   "Jack",  "Ken",   "Leo",  "Max", "Nick",
+      "Paul", "Ray",  "Ron",  "Vic",  "Zack", "Bella", "Clara", "Daisy", "Emma", "Fay", "Grace",
+      "Jane", "Kate", "Lily", "Mia",  "Nora", "Penny", "Rose",  "Ruby",  "Vera", "Zoe"}},
     {"place",
-     {"the river", "the lake", "the hill", "the barn", "the market", "the mill", "the bridge", "the garden", "the school",
-      "the old tower", "the beach", "the forest", "the station", "the castle", "the pond", "the big field"}},
+     {"the river", "the lake", "the hill", "the barn", "the market", "the mill", "the bridge", "the garden",
+      "the school", "the old tower", "the beach", "the forest", "the station", "the castle", "the pond",
+      "the big field"}},
     {"color", {"red", "blue", "green", "yellow", "white", "black", "brown", "purple", "pink", "gray"}},
     {"thing",
-     {"ball", "kite", "book", "drum", "boat", "doll", "hat", "bell", "lamp", "ring", "cup", "coat", "key", "map", "flute",
-      "basket", "spoon", "mirror", "pencil", "shovel", "rope", "whistle", "button", "teapot"}},
+     {"ball", "kite", "book",  "drum",   "boat",  "doll",   "hat",    "bell",   "lamp", "ring",    "cup",    "coat",
+      "key",  "map",  "flute", "basket", "spoon", "mirror", "pencil", "shovel", "rope", "whistle", "button", "teapot"}},
     {"animal", {"dog", "cat", "duck", "goat", "fox", "rabbit", "horse", "bear", "mouse", "turtle", "pig", "crow"}},
     {"food", {"apple", "pear", "plum", "carrot", "cookie", "nut", "cake", "egg", "muffin", "lemon", "bun", "fig"}},
     {"spot",
@@ -58,9 +61,9 @@ static const CorpusList corpus_lists[] = {
       "under the stairs", "in the tall grass", "between two trees", "on top of the wall", "below the window",
       "at the end of the path"}},
     {"job", {"baker", "farmer", "teacher", "sailor", "doctor", "tailor", "gardener", "painter"}},
-    {"word",
-     {"moon", "salt", "honey", "thunder", "pepper", "feather", "candle", "marble", "pickle", "ladder", "pumpkin", "velvet",
-      "copper", "island", "winter", "dragon", "butter", "rocket", "silver", "garlic", "violin", "hammer", "oyster", "zebra"}},
+    {"word", {"moon",   "salt",   "honey",   "thunder", "pepper", "feather", "candle", "marble",
+              "pickle", "ladder", "pumpkin", "velvet",  "copper", "island",  "winter", "dragon",
+              "butter", "rocket", "silver",  "garlic",  "violin", "hammer",  "oyster", "zebra"}},
     {"pet", {"Biscuit", "Patch", "Rusty", "Lucky", "Pebble", "Domino", "Muddy", "Clover", "Ginger", "Whiskers"}},
     {"number", {"four", "five", "six", "seven", "eight", "nine"}}, // CORPUS_FIRST_NUMBER and up
 };
@@ -68,7 +71,8 @@ static const CorpusList corpus_lists[] = {
 #define CORPUS_FIRST_GIRL 16
 #define CORPUS_FIRST_NUMBER 4
 
-static const char* const corpus_numbers[] = {"zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"};
+static const char* const corpus_numbers[] = {"zero", "one",   "two",   "three", "four", "five",
+                                             "six",  "seven", "eight", "nine",  "ten"};
 
 // A slot remembers one word of its list, from where it is chosen to the end of the story.
 typedef struct {
@@ -80,8 +84,7 @@ static const CorpusSlot corpus_slots[] = {
     {"place2", "place"}, {"place3", "place"},  {"color", "color"},   {"color2", "color"},  {"thing", "thing"},
     {"thing2", "thing"}, {"thing3", "thing"},  {"animal", "animal"}, {"seen", "animal"},   {"food", "food"},
     {"spot", "spot"},    {"spot2", "spot"},    {"spot3", "spot"},    {"found", "spot"},    {"job", "job"},
-    {"passer", "job"},   {"snack", "food"},   {"hue", "color"},    {"item", "thing"},
-    {"lender", "person"},
+    {"passer", "job"},   {"snack", "food"},    {"hue", "color"},     {"item", "thing"},    {"lender", "person"},
     {"word", "word"},    {"word2", "word"},    {"word3", "word"},    {"pet", "pet"},       {"num", "number"},
 };
 #define CORPUS_NUM_SLOTS ((int)(sizeof(corpus_slots) / sizeof(corpus_slots[0])))
@@ -107,40 +110,60 @@ typedef struct {
 static const CorpusRow corpus_rows[] = {
     // a lost thing, looked for in up to three places
     {"story", 5,
-     "[open] {hero.He} had a {+color} {+thing} and [loved].\n[solos]Later, at {+place2!place}, {hero} opened {hero.his} bag. The "
-     "{color} {thing} was gone! {hero.He} felt [sad].\n{+friend!hero} came by and asked, \"What is wrong?\"\n\"I have lost my "
-     "{color} {thing},\" said {hero}.\n\"Do not [worry],\" said {friend}. \"I will help you.\"\n[search]\n[pairs][foundend]"},
+     "[open] {hero.He} had a {+color} {+thing} and [loved].\n"
+     "[solos]Later, at {+place2!place}, {hero} opened {hero.his} bag. The {color} {thing} was gone! {hero.He} "
+     "felt [sad].\n"
+     "{+friend!hero} came by and asked, \"What is wrong?\"\n"
+     "\"I have lost my {color} {thing},\" said {hero}.\n"
+     "\"Do not [worry],\" said {friend}. \"I will help you.\"\n"
+     "[search]\n"
+     "[pairs][foundend]"},
     // a present, which may be passed on: who has it in the end?
     {"story", 5,
-     "[open] It was the birthday of {+friend!hero}, and {hero} wanted to give {friend.him} something [nice]. At {+place2!place} "
-     "{hero.he} found a {+color} {+thing}.\n\"{friend} will like this,\" said {hero}.\n[solos]{friend} was at "
-     "{+place3!place!place2}. {hero} ran there and gave {friend.him} the {color} {thing}.\n[thanks] [pass]\n[pairs]In the evening "
-     "{holder} put the {color} {thing} next to {holder.his} bed. [night]"},
+     "[open] It was the birthday of {+friend!hero}, and {hero} wanted to give {friend.him} something [nice]. At "
+     "{+place2!place} {hero.he} found a {+color} {+thing}.\n"
+     "\"{friend} will like this,\" said {hero}.\n"
+     "[solos]{friend} was at {+place3!place!place2}. {hero} ran there and gave {friend.him} the {color} {thing}.\n"
+     "[thanks] [pass]\n"
+     "[pairs]In the evening {holder} put the {color} {thing} next to {holder.his} bed. [night]"},
     // counting down, and once up
     {"story", 5,
-     "[open] {hero.He} had {+num} {+food.s} in {hero.his} basket.\n[solos]{+friend!hero} came along and looked [sad]. \"I am so "
-     "hungry,\" said {friend}. {hero} gave {friend.him} one {food}, so {num.m1} {food.s} were left.\n[pairs][countmore]"},
+     "[open] {hero.He} had {+num} {+food.s} in {hero.his} basket.\n"
+     "[solos]{+friend!hero} came along and looked [sad]. \"I am so hungry,\" said {friend}. {hero} gave "
+     "{friend.him} one {food}, so {num.m1} {food.s} were left.\n"
+     "[pairs][countmore]"},
     // hide and seek: two people, two places, found in either order
     {"story", 4,
-     "[open] {+friend!hero} and {+other!hero!friend} were there, too.\n\"Let us play hide and seek,\" said {friend}. {hero} closed "
-     "{hero.his} eyes and counted to {+num}. {friend} hid {+spot}, and {other} hid {+spot2!spot}.\n\"Here I come!\" said "
-     "{hero}.\n[solos][seek]\nThen it was time to go home. [night]"},
+     "[open] {+friend!hero} and {+other!hero!friend} were there, too.\n"
+     "\"Let us play hide and seek,\" said {friend}. {hero} closed {hero.his} eyes and counted to {+num}. {friend} "
+     "hid {+spot}, and {other} hid {+spot2!spot}.\n"
+     "\"Here I come!\" said {hero}.\n"
+     "[solos][seek]\n"
+     "Then it was time to go home. [night]"},
     // an animal in trouble, a helper with a job, a name for the animal
     {"story", 4,
-     "[open] {hero.He} heard a [sound] sound. A [size] {+animal} was stuck {+spot} and could not get out.\n[solos]{hero} ran to "
-     "{+friend!hero}, the {+job}. \"Please help! There is {animal.a} {spot}!\" {hero.he} said.\nThe {job} took a {+thing} and "
-     "came along. [pull] Soon the {animal} was free.\n[pairs]\"It needs a name,\" said {friend}.\n\"I will call it {+pet},\" said "
-     "{hero}.\n[petend]"},
+     "[open] {hero.He} heard a [sound] sound. A [size] {+animal} was stuck {+spot} and could not get out.\n"
+     "[solos]{hero} ran to {+friend!hero}, the {+job}. \"Please help! There is {animal.a} {spot}!\" {hero.he} "
+     "said.\n"
+     "The {job} took a {+thing} and came along. [pull] Soon the {animal} was free.\n"
+     "[pairs]\"It needs a name,\" said {friend}.\n"
+     "\"I will call it {+pet},\" said {hero}.\n"
+     "[petend]"},
     // a secret word of two words, asked for much later
     {"story", 4,
-     "[open] {+friend!hero} had a secret house near {+place2!place}. \"Nobody can come in without the secret word,\" said {friend}. "
-     "\"It is {+word} {+word2!word}. Do not tell anyone!\"\n\"I will not,\" said {hero}.\n[solos][solos]After lunch {hero} stood in "
-     "front of the secret house. The door was [door].\n\"What is the secret word?\" asked {friend} from inside.\n[answer]"},
+     "[open] {+friend!hero} had a secret house near {+place2!place}. \"Nobody can come in without the secret "
+     "word,\" said {friend}. \"It is {+word} {+word2!word}. Do not tell anyone!\"\n"
+     "\"I will not,\" said {hero}.\n"
+     "[solos][solos]After lunch {hero} stood in front of the secret house. The door was [door].\n"
+     "\"What is the secret word?\" asked {friend} from inside.\n"
+     "[answer]"},
     // things change hands
     {"story", 4,
-     "[open] {hero.He} had a {+color} {+thing} but wanted something else. [solo]\nThen {hero.he} met {+friend!hero}, who had a "
-     "{+color2!color} {+thing2!thing}. \"I will give you my {thing} for your {thing2},\" said {hero}. {friend} [agreed], and so "
-     "{hero} got the {color2} {thing2} and {friend} got the {color} {thing}.\n[solos][trademore]"},
+     "[open] {hero.He} had a {+color} {+thing} but wanted something else. [solo]\n"
+     "Then {hero.he} met {+friend!hero}, who had a {+color2!color} {+thing2!thing}. \"I will give you my {thing} "
+     "for your {thing2},\" said {hero}. {friend} [agreed], and so {hero} got the {color2} {thing2} and {friend} "
+     "got the {color} {thing}.\n"
+     "[solos][trademore]"},
 
     // every opening chooses hero and place
     {"open", 8, "One [weather] [daytime] {+hero} went to {+place}."},
@@ -157,12 +180,14 @@ static const CorpusRow corpus_rows[] = {
     {"worry", 3, "cry"},
     {"worry", 2, "be sad"},
     {"search", 3, "They looked {+spot}, and there it was!{found=spot}"},
-    {"search", 4, "They looked {+spot}, but it was not there. They looked {+spot2!spot}, and there it was!{found=spot2}"},
+    {"search", 4,
+     "They looked {+spot}, but it was not there. They looked {+spot2!spot}, and there it was!{found=spot2}"},
     {"search", 3,
-     "They looked {+spot}, but it was not there. They looked {+spot2!spot}, but there was only a [size] {+animal}. They "
-     "looked {+spot3!spot!spot2}, and there it was!{found=spot3}"},
+     "They looked {+spot}, but it was not there. They looked {+spot2!spot}, but there was only a [size] "
+     "{+animal}. They looked {+spot3!spot!spot2}, and there it was!{found=spot3}"},
     {"foundend", 4, "That night {hero} told everyone how {friend} had found the {color} {thing} {found}."},
-    {"foundend", 3, "\"Who would look for a {thing} {found}?\" laughed {hero}. {hero.He} thanked {friend} and went home."},
+    {"foundend", 3,
+     "\"Who would look for a {thing} {found}?\" laughed {hero}. {hero.He} thanked {friend} and went home."},
     {"foundend", 2, "{hero} never left the {color} {thing} {found} again."},
 
     // the present
@@ -170,28 +195,31 @@ static const CorpusRow corpus_rows[] = {
     {"thanks", 3, "\"A {thing}! Just what I wanted,\" said {friend}."},
     {"thanks", 2, "{friend} was so [happy] that {friend.he} [jumped]."},
     {"pass", 5, "{friend} kept it and played with it all day.{holder=friend}"},
-    {"pass", 3, "Then {+other!hero!friend} came, who had no present at all, so {friend} let {other.him} have it.{holder=other}"},
-    {"pass", 2, "They played with it, but then {friend} had to go and said, \"Please keep it for me, {hero}.\"{holder=hero}"},
+    {"pass", 3,
+     "Then {+other!hero!friend} came, who had no present at all, so {friend} let {other.him} have "
+     "it.{holder=other}"},
+    {"pass", 2,
+     "They played with it, but then {friend} had to go and said, \"Please keep it for me, {hero}.\"{holder=hero}"},
 
     // counting
     {"countmore", 4, "{hero} went home and put the {num.m1} {food.s} on the table. [night]"},
     {"countmore", 4,
-     "On the way home a [size] {+animal} ran after {hero.him}. It wanted {food.a}, too, and it got one. So {hero} came home "
-     "with {num.m2} {food.s}. [night]"},
+     "On the way home a [size] {+animal} ran after {hero.him}. It wanted {food.a}, too, and it got one. So {hero} "
+     "came home with {num.m2} {food.s}. [night]"},
     {"countmore", 2,
-     "Then {friend} found another {food} {+spot}, and then one more {+spot2!spot}. \"These are for you,\" {friend.he} said. So "
-     "{hero} came home with {num.p1} {food.s}, one more than before. [night]"},
+     "Then {friend} found another {food} {+spot}, and then one more {+spot2!spot}. \"These are for you,\" "
+     "{friend.he} said. So {hero} came home with {num.p1} {food.s}, one more than before. [night]"},
 
     // hide and seek
     {"seek", 3,
-     "{hero} looked {spot} and found {friend}. After that {hero.he} looked {spot2} and found {other}, too. \"I knew it!\" said "
-     "{hero}."},
+     "{hero} looked {spot} and found {friend}. After that {hero.he} looked {spot2} and found {other}, too. \"I "
+     "knew it!\" said {hero}."},
     {"seek", 3,
-     "{hero} could not see {friend} anywhere, but it was easy to find {other} {spot2}. \"Where is {friend}?\" asked {hero}. "
-     "{other} only [smiled]. At last {hero} looked {spot}, and there {friend.he} was."},
+     "{hero} could not see {friend} anywhere, but it was easy to find {other} {spot2}. \"Where is {friend}?\" "
+     "asked {hero}. {other} only [smiled]. At last {hero} looked {spot}, and there {friend.he} was."},
     {"seek", 1,
-     "\"I give up!\" {hero} said at last. So {friend} came out from where {friend.he} was, {spot}, and {other} from where "
-     "{other.he} was, {spot2}."},
+     "\"I give up!\" {hero} said at last. So {friend} came out from where {friend.he} was, {spot}, and {other} "
+     "from where {other.he} was, {spot2}."},
 
     // the rescue
     {"pull", 3, "{friend} pulled, and {hero} pushed."},
@@ -207,16 +235,19 @@ static const CorpusRow corpus_rows[] = {
     {"door", 1, "very small"},
     {"answer", 5, "\"{word} {word2}!\" said {hero}. The door opened, and they [played] until it was dark."},
     {"answer", 2,
-     "\"{+word3!word!word2} {word2}!\" said {hero}.\n\"No, not {word3},\" said {friend}. \"Think again!\"\n\"Then it must be {word} "
-     "{word2},\" said {hero}. The door opened."},
-    {"answer", 1, "{hero} had to think. \"Was it {word}?\" {hero.he} asked. \"Half of it,\" said {friend}. \"{word} {word2}!\" said {hero}."},
+     "\"{+word3!word!word2} {word2}!\" said {hero}.\n"
+     "\"No, not {word3},\" said {friend}. \"Think again!\"\n"
+     "\"Then it must be {word} {word2},\" said {hero}. The door opened."},
+    {"answer", 1,
+     "{hero} had to think. \"Was it {word}?\" {hero.he} asked. \"Half of it,\" said {friend}. \"{word} {word2}!\" "
+     "said {hero}."},
 
     // the trade
     {"trademore", 3, "At home {hero} looked at the {color2} {thing2} for a long time. [regret] [night]"},
     {"trademore", 4,
-     "At {+place2!place} {+other!hero!friend} came along with a {+thing3!thing!thing2}. {other.He} liked the {color2} {thing2}, "
-     "and so they traded, too. Now {other} had the {color2} {thing2}, {friend} had the {color} {thing}, and {hero} went home with "
-     "the {thing3}. [night]"},
+     "At {+place2!place} {+other!hero!friend} came along with a {+thing3!thing!thing2}. {other.He} liked the "
+     "{color2} {thing2}, and so they traded, too. Now {other} had the {color2} {thing2}, {friend} had the {color} "
+     "{thing}, and {hero} went home with the {thing3}. [night]"},
     {"regret", 3, "\"{friend} must be happy with the {color} {thing} now,\" {hero.he} said."},
     {"regret", 2, "It was much better than the {color} {thing}."},
     {"agreed", 4, "agreed"},
@@ -366,7 +397,7 @@ enum { ITEM_TEXT, ITEM_RULE, ITEM_CHOOSE, ITEM_SHOW, ITEM_SET, ITEM_END };
 
 typedef struct {
     int kind;
-    const char* text;                  // ITEM_TEXT: (length) the bytes to print
+    const char* text; // ITEM_TEXT: (length) the bytes to print
     int length;
     int rule;                          // ITEM_RULE
     int slot, form;                    // ITEM_CHOOSE, ITEM_SHOW, ITEM_SET
@@ -399,16 +430,26 @@ static int corpus_print_word(char* out, int list, int word, int form) {
     const char* text = corpus_lists[list].words[word];
     int is_girl = word >= CORPUS_FIRST_GIRL;
     switch (form) {
-    case FORM_A: return snprintf(out, 64, "%s %s", strchr("aeiou", text[0]) ? "an" : "a", text);
-    case FORM_S: return snprintf(out, 64, "%ss", text);
-    case FORM_HE: return snprintf(out, 64, "%s", is_girl ? "she" : "he");
-    case FORM_HIM: return snprintf(out, 64, "%s", is_girl ? "her" : "him");
-    case FORM_HIS: return snprintf(out, 64, "%s", is_girl ? "her" : "his");
-    case FORM_CAPITAL_HE: return snprintf(out, 64, "%s", is_girl ? "She" : "He");
-    case FORM_M1: return snprintf(out, 64, "%s", corpus_numbers[CORPUS_FIRST_NUMBER + word - 1]);
-    case FORM_M2: return snprintf(out, 64, "%s", corpus_numbers[CORPUS_FIRST_NUMBER + word - 2]);
-    case FORM_P1: return snprintf(out, 64, "%s", corpus_numbers[CORPUS_FIRST_NUMBER + word + 1]);
-    default: return snprintf(out, 64, "%s", text);
+    case FORM_A:
+        return snprintf(out, 64, "%s %s", strchr("aeiou", text[0]) ? "an" : "a", text);
+    case FORM_S:
+        return snprintf(out, 64, "%ss", text);
+    case FORM_HE:
+        return snprintf(out, 64, "%s", is_girl ? "she" : "he");
+    case FORM_HIM:
+        return snprintf(out, 64, "%s", is_girl ? "her" : "him");
+    case FORM_HIS:
+        return snprintf(out, 64, "%s", is_girl ? "her" : "his");
+    case FORM_CAPITAL_HE:
+        return snprintf(out, 64, "%s", is_girl ? "She" : "He");
+    case FORM_M1:
+        return snprintf(out, 64, "%s", corpus_numbers[CORPUS_FIRST_NUMBER + word - 1]);
+    case FORM_M2:
+        return snprintf(out, 64, "%s", corpus_numbers[CORPUS_FIRST_NUMBER + word - 2]);
+    case FORM_P1:
+        return snprintf(out, 64, "%s", corpus_numbers[CORPUS_FIRST_NUMBER + word + 1]);
+    default:
+        return snprintf(out, 64, "%s", text);
     }
 }
 
@@ -450,7 +491,8 @@ static CorpusItem corpus_read_braces(const CorpusGrammar* g, const char** p) {
     }
     while (**p == '!') {
         *p += 1;
-        check(item.kind == ITEM_CHOOSE && item.num_excluded < CORPUS_MAX_EXCLUDED, "grammar: a '!' too many before '%s'", *p);
+        check(item.kind == ITEM_CHOOSE && item.num_excluded < CORPUS_MAX_EXCLUDED,
+              "grammar: a '!' too many before '%s'", *p);
         int other = corpus_read_slot(p);
         check(g->slot_list[other] == list, "grammar: '%s' excludes a word of another list", name);
         item.excluded[item.num_excluded++] = other;
@@ -542,9 +584,7 @@ static double corpus_mean_bytes(const CorpusGrammar* g, int list, int form) {
 static void corpus_compute_means(CorpusGrammar* g, int rule) {
     CorpusRule* r = &g->rules[rule];
     check(r->state != 1, "grammar: rule '%s' uses itself", r->name);
-    if (r->state == 2) {
-        return;
-    }
+    if (r->state == 2) { return; }
     r->state = 1;
     for (int row = r->first_row; row < r->first_row + r->num_rows; row++) {
         double p = corpus_rows[row].weight / (double)r->total_weight;
@@ -569,7 +609,9 @@ static void corpus_compute_means(CorpusGrammar* g, int rule) {
 }
 
 // The floor, in nats per byte-level token; see the top of this file. Wants corpus_compute_means(g, 0).
-static double corpus_entropy_per_token(const CorpusGrammar* g) { return g->rules[0].entropy / (g->rules[0].bytes + 1); }
+static double corpus_entropy_per_token(const CorpusGrammar* g) {
+    return g->rules[0].entropy / (g->rules[0].bytes + 1);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the proof that the grammar is unambiguous
@@ -578,8 +620,8 @@ static double corpus_entropy_per_token(const CorpusGrammar* g) { return g->rules
 // story can be read from left to right in one way only. By induction over the rules it is enough that
 // - in every list, in every form in which its words are CHOSEN, no printed word is a prefix of another;
 // - any two alternatives of a rule come to different bytes while both still go on: they share their first items, and
-//   behind these their possible next bytes are disjoint sets. Allowed, too: a word chosen to be different from a slot's,
-//   against that slot printed.
+//   behind these their possible next bytes are disjoint sets. Allowed, too: a word chosen to be different from a
+//   slot's, against that slot printed.
 
 typedef struct {
     uint8_t has[256];
@@ -609,8 +651,8 @@ static void corpus_first_bytes(const CorpusGrammar* g, const CorpusItem* item, C
 
 // Do two items that are no text say the same, so that both alternatives read them in the same way?
 static int corpus_same_item(const CorpusItem* a, const CorpusItem* b) {
-    int same = a->kind == b->kind && a->kind != ITEM_TEXT && a->rule == b->rule && a->slot == b->slot && a->form == b->form &&
-               a->source == b->source && a->num_excluded == b->num_excluded;
+    int same = a->kind == b->kind && a->kind != ITEM_TEXT && a->rule == b->rule && a->slot == b->slot &&
+               a->form == b->form && a->source == b->source && a->num_excluded == b->num_excluded;
     for (int i = 0; same && i < a->num_excluded; i++) {
         same = a->excluded[i] == b->excluded[i];
     }
@@ -634,9 +676,7 @@ static int corpus_rows_differ(const CorpusGrammar* g, int row_a, int row_b) {
     while (a.kind != ITEM_END && b.kind != ITEM_END) {
         if (a.kind == ITEM_TEXT && b.kind == ITEM_TEXT) {
             int n = a.length < b.length ? a.length : b.length;
-            if (memcmp(a.text, b.text, (size_t)n) != 0) {
-                return 1;
-            }
+            if (memcmp(a.text, b.text, (size_t)n) != 0) { return 1; }
             a.text += n;
             b.text += n;
             a.length -= n;
@@ -769,13 +809,13 @@ static void corpus_expand(CorpusStory* s, int rule) {
         } else if (item->kind == ITEM_RULE) {
             corpus_expand(s, item->rule);
         } else if (item->kind == ITEM_SET) {
-            check(s->word[item->source] >= 0, "grammar: '%s' is used before it is chosen", corpus_slots[item->source].name);
+            check(s->word[item->source] >= 0, "grammar: '%s' is used before it is chosen",
+                  corpus_slots[item->source].name);
             s->word[item->slot] = s->word[item->source];
         } else {
-            if (item->kind == ITEM_CHOOSE) {
-                corpus_choose(s, item);
-            }
-            check(s->word[item->slot] >= 0, "grammar: '%s' is printed before it is chosen", corpus_slots[item->slot].name);
+            if (item->kind == ITEM_CHOOSE) { corpus_choose(s, item); }
+            check(s->word[item->slot] >= 0, "grammar: '%s' is printed before it is chosen",
+                  corpus_slots[item->slot].name);
             char word[64];
             int length = corpus_print_word(word, g->slot_list[item->slot], s->word[item->slot], item->form);
             corpus_append(s, word, (size_t)length);
@@ -793,8 +833,8 @@ static void corpus_write_story(CorpusStory* s, uint64_t seed, uint64_t stream, u
 enum { CORPUS_TRAIN_STREAM, CORPUS_VAL_STREAM };
 
 // Write stories of a stream, each followed by the separator, until the file has at least `bytes`. Returns its size.
-static int64_t corpus_write_file(const CorpusGrammar* g, const char* path, int64_t bytes, uint64_t seed, uint64_t stream,
-                                 int64_t* num_stories) {
+static int64_t corpus_write_file(const CorpusGrammar* g, const char* path, int64_t bytes, uint64_t seed,
+                                 uint64_t stream, int64_t* num_stories) {
     size_t size = strlen(path) + sizeof(".tmp");
     char* tmp = malloc_or_die(size);
     snprintf(tmp, size, "%s.tmp", path);
@@ -842,7 +882,8 @@ static uint64_t corpus_number(const char* flag, const char* text, uint64_t low, 
     errno = 0;
     unsigned long long value = strtoull(text, &end, 10);
     check(text[0] >= '0' && text[0] <= '9' && *end == 0 && errno == 0 && value >= low && value <= high,
-          "%s: '%s', want a whole number from %llu to %llu", flag, text, (unsigned long long)low, (unsigned long long)high);
+          "%s: '%s', want a whole number from %llu to %llu", flag, text, (unsigned long long)low,
+          (unsigned long long)high);
     return value;
 }
 
@@ -872,7 +913,8 @@ static CorpusOptions corpus_parse(int argc, char** argv) {
             o.val_output = value;
         }
     }
-    check(o.bytes > 0 && o.output != NULL, "nothing to write: want --bytes N and -o FILE (see data/make_corpus --help)");
+    check(o.bytes > 0 && o.output != NULL,
+          "nothing to write: want --bytes N and -o FILE (see data/make_corpus --help)");
     check((o.val_bytes > 0) == (o.val_output != NULL), "--val-bytes and --val-output: want both or none");
     check(o.val_output == NULL || strcmp(o.output, o.val_output) != 0, "-o and --val-output are both '%s'", o.output);
     return o;
@@ -901,13 +943,17 @@ static int corpus_main(int argc, char** argv) {
             size = corpus_write_file(g, o.val_output, o.val_bytes, o.seed, CORPUS_VAL_STREAM, &stories);
             printf("%s: %lld stories, %lld bytes\n", o.val_output, (long long)stories, (long long)size);
         }
-        printf("entropy of the grammar: %.3f nats per story of %.3f bytes on average; a perfect byte-level model's loss is "
-               "%.6f nats per token (%.4f bits)\n", g->rules[0].entropy, g->rules[0].bytes, floor, floor / log(2.0));
+        printf("entropy of the grammar: %.3f nats per story of %.3f bytes on average; a perfect byte-level model's "
+               "loss is "
+               "%.6f nats per token (%.4f bits)\n",
+               g->rules[0].entropy, g->rules[0].bytes, floor, floor / log(2.0));
     }
     free(g);
     return 0;
 }
 
 #ifndef TESTING // test_corpus.c includes this file
-int main(int argc, char** argv) { return corpus_main(argc, argv); }
+int main(int argc, char** argv) {
+    return corpus_main(argc, argv);
+}
 #endif

@@ -40,13 +40,13 @@ static const char* tokenize_usage =
 typedef struct {
     const char* vocabulary; // "byte" or a path; NULL = not given
     const char* output;
-    double val_fraction;    // 0: no split by fraction
-    int64_t val_docs;       // 0: no split by count
+    double val_fraction; // 0: no split by fraction
+    int64_t val_docs;    // 0: no split by count
     int64_t shard_tokens;
     int num_threads;
     char* separator;
     size_t separator_length;
-    char** inputs;          // (num_inputs)
+    char** inputs; // (num_inputs)
     int num_inputs;
 } TokenizeOptions;
 
@@ -56,8 +56,8 @@ typedef struct {
 static double tokenize_number(const char* flag, const char* text, double low, double high) {
     char* end;
     double value = strtod(text, &end);
-    check(end != text && *end == 0 && value >= low && value <= high, "%s: '%s', want a number from %g to %g", flag, text,
-          low, high);
+    check(end != text && *end == 0 && value >= low && value <= high, "%s: '%s', want a number from %g to %g", flag,
+          text, low, high);
     return value;
 }
 
@@ -78,8 +78,8 @@ static char* tokenize_unescape(const char* flag, const char* text) {
         char c = *p;
         if (c == '\\') {
             c = *++p;
-            check(c == 'n' || c == 'r' || c == 't' || c == '\\', "%s: '%s': after a backslash want n, r, t or another one",
-                  flag, text);
+            check(c == 'n' || c == 'r' || c == 't' || c == '\\',
+                  "%s: '%s': after a backslash want n, r, t or another one", flag, text);
             c = c == 'n' ? '\n' : c == 'r' ? '\r' : c == 't' ? '\t' : '\\';
         }
         out[n++] = c;
@@ -151,10 +151,10 @@ static TokenizeOptions tokenize_parse(int argc, char** argv) {
 
 typedef struct {
     const TokenizeOptions* o;
-    int next_input;                     // index of the next file to open
-    int fd;                             // -1: none open
+    int next_input; // index of the next file to open
+    int fd;         // -1: none open
     const char* path;
-    char* buffer;                       // (capacity) bytes [begin, end) are read and not yet given out
+    char* buffer; // (capacity) bytes [begin, end) are read and not yet given out
     size_t begin, end, capacity;
     size_t searched;                    // no separator starts in [begin, searched)
     int64_t bytes_read, bytes_expected; // over all inputs; expected is 0 when some input is not a regular file
@@ -187,7 +187,8 @@ static int tokenize_fill(TokenizeReader* r) {
         if (r->capacity - r->end < TOKENIZE_READ_BYTES) {
             r->capacity *= 2;
             r->buffer = realloc(r->buffer, r->capacity);
-            check(r->buffer != NULL, "out of host memory: wanted %zu bytes for one document of '%s'", r->capacity, r->path);
+            check(r->buffer != NULL, "out of host memory: wanted %zu bytes for one document of '%s'", r->capacity,
+                  r->path);
         }
     }
     ssize_t got;
@@ -205,9 +206,7 @@ static int tokenize_next_document(TokenizeReader* r, const char** document, size
     const TokenizeOptions* o = r->o;
     for (;;) {
         if (r->fd < 0) {
-            if (r->next_input == o->num_inputs) {
-                return 0;
-            }
+            if (r->next_input == o->num_inputs) { return 0; }
             r->path = o->inputs[r->next_input++];
             r->fd = strcmp(r->path, "-") == 0 ? dup(0) : open(r->path, O_RDONLY);
             check(r->fd >= 0, "cannot open '%s' for reading: %s", r->path, strerror(errno));
@@ -222,9 +221,7 @@ static int tokenize_next_document(TokenizeReader* r, const char** document, size
         }
         size_t unread = r->end - r->begin; // a separator may have begun in the last bytes
         r->searched = unread < o->separator_length ? r->begin : r->end - (o->separator_length - 1);
-        if (tokenize_fill(r)) {
-            continue;
-        }
+        if (tokenize_fill(r)) { continue; }
         close(r->fd);
         r->fd = -1;
         *document = r->buffer + r->begin; // the last one, without a separator after it
@@ -237,9 +234,7 @@ static int tokenize_next_document(TokenizeReader* r, const char** document, size
             *length -= trimmed;
             return 1;
         }
-        if (*length > 0) {
-            return 1;
-        }
+        if (*length > 0) { return 1; }
     }
 }
 
@@ -249,13 +244,13 @@ static int tokenize_next_document(TokenizeReader* r, const char** document, size
 enum { SPLIT_TRAIN, SPLIT_VAL, NUM_SPLITS };
 
 typedef struct {
-    char* text;       // all documents, one after the other
+    char* text; // all documents, one after the other
     size_t text_used, text_capacity;
-    size_t* ends;     // (num_documents) where each ends in `text`
-    uint8_t* splits;  // (num_documents) SPLIT_TRAIN or SPLIT_VAL
+    size_t* ends;    // (num_documents) where each ends in `text`
+    uint8_t* splits; // (num_documents) SPLIT_TRAIN or SPLIT_VAL
     int num_documents, document_capacity;
     TokenBuffer tokens[NUM_SPLITS];
-    int done;         // encoded, ready to be written
+    int done; // encoded, ready to be written
 } TokenizeBatch;
 
 static void tokenize_batch_add(TokenizeBatch* b, const char* text, size_t n, int split) {
@@ -270,9 +265,7 @@ static void tokenize_batch_add(TokenizeBatch* b, const char* text, size_t n, int
         b->splits = realloc(b->splits, (size_t)b->document_capacity);
         check(b->ends != NULL && b->splits != NULL, "out of host memory: %d documents", b->document_capacity);
     }
-    if (n > 0) {
-        memcpy(b->text + b->text_used, text, n);
-    }
+    if (n > 0) { memcpy(b->text + b->text_used, text, n); }
     b->text_used += n;
     b->ends[b->num_documents] = b->text_used;
     b->splits[b->num_documents++] = (uint8_t)split;
@@ -318,7 +311,7 @@ static void tokenize_batch_encode(TokenizeBatch* b, const Tokenizer* t, BpeWorke
 
 typedef struct {
     const TokenizeOptions* o;
-    const char* name;    // "train" or "val"
+    const char* name; // "train" or "val"
     int vocab_size;
     TokenWriter* shards; // (num_shards) the last one is open
     int num_shards;
@@ -351,11 +344,11 @@ static void tokenize_split_append(TokenizeSplit* s, const TokenBuffer* tokens) {
     for (size_t at = 0; at < tokens->count;) {
         TokenWriter* w = s->num_shards > 0 ? &s->shards[s->num_shards - 1] : NULL;
         if (w == NULL || w->num_tokens == s->o->shard_tokens) {
-            check(w == NULL || !tokenize_is_file_name(s->o->output), "-o %s: more than %lld tokens do not fit one shard: want "
-                  "a prefix without .bin, or a larger --shard-tokens", s->o->output, (long long)s->o->shard_tokens);
-            if (w != NULL) {
-                token_writer_finish(w);
-            }
+            check(w == NULL || !tokenize_is_file_name(s->o->output),
+                  "-o %s: more than %lld tokens do not fit one shard: want "
+                  "a prefix without .bin, or a larger --shard-tokens",
+                  s->o->output, (long long)s->o->shard_tokens);
+            if (w != NULL) { token_writer_finish(w); }
             s->shards = realloc(s->shards, ((size_t)s->num_shards + 1) * sizeof(TokenWriter));
             check(s->shards != NULL, "out of host memory: %d shards", s->num_shards + 1);
             char* path = tokenize_shard_path(s, s->num_shards + 1);
@@ -381,9 +374,7 @@ static char* tokenize_split_publish(TokenizeSplit* s) {
         free(path);
     }
     free(s->shards);
-    if (s->num_shards == 1) {
-        return single;
-    }
+    if (s->num_shards == 1) { return single; }
     unlink(single); // of an earlier, smaller run: it is replaced by these shards
     size_t n = strlen(single) + 16;
     char* pattern = malloc_or_die(n);
@@ -420,17 +411,13 @@ static double tokenize_seconds(void) {
 static void* tokenize_worker(void* arg) {
     Tokenize* z = arg;
     BpeWorker worker;
-    if (z->bpe != NULL) {
-        bpe_worker_init(&worker, z->bpe);
-    }
+    if (z->bpe != NULL) { bpe_worker_init(&worker, z->bpe); }
     pthread_mutex_lock(&z->lock);
     for (;;) {
         while (z->taken == z->filled && !z->stop) {
             pthread_cond_wait(&z->has_work, &z->lock);
         }
-        if (z->taken == z->filled) {
-            break;
-        }
+        if (z->taken == z->filled) { break; }
         TokenizeBatch* b = &z->ring[z->taken++ % z->ring_size];
         pthread_mutex_unlock(&z->lock);
         tokenize_batch_encode(b, z->t, z->bpe != NULL ? &worker : NULL);
@@ -439,17 +426,13 @@ static void* tokenize_worker(void* arg) {
         pthread_cond_signal(&z->has_result);
     }
     pthread_mutex_unlock(&z->lock);
-    if (z->bpe != NULL) {
-        bpe_worker_free(&worker);
-    }
+    if (z->bpe != NULL) { bpe_worker_free(&worker); }
     return NULL;
 }
 
 static void tokenize_show_progress(Tokenize* z) {
     double now = tokenize_seconds();
-    if (!isatty(2) || now < z->next_progress) {
-        return;
-    }
+    if (!isatty(2) || now < z->next_progress) { return; }
     z->next_progress = now + 0.1;
     int64_t tokens = z->splits[SPLIT_TRAIN].num_tokens + z->splits[SPLIT_VAL].num_tokens;
     double mb = 1e-6 * (double)z->reader.bytes_read, seconds = now - z->start_time;
@@ -490,18 +473,14 @@ static void tokenize_submit(Tokenize* z) {
     z->filled++;
     pthread_cond_signal(&z->has_work);
     pthread_mutex_unlock(&z->lock);
-    if (z->filled - z->written == z->ring_size) {
-        tokenize_write_oldest(z);
-    }
+    if (z->filled - z->written == z->ring_size) { tokenize_write_oldest(z); }
 }
 
 // Put a document into the batch being filled.
 static void tokenize_add(Tokenize* z, const char* text, size_t n, int split) {
     TokenizeBatch* b = &z->ring[z->filled % z->ring_size];
     tokenize_batch_add(b, text, n, split);
-    if (b->text_used >= TOKENIZE_BATCH_BYTES || b->num_documents >= TOKENIZE_BATCH_BYTES / 64) {
-        tokenize_submit(z);
-    }
+    if (b->text_used >= TOKENIZE_BATCH_BYTES || b->num_documents >= TOKENIZE_BATCH_BYTES / 64) { tokenize_submit(z); }
 }
 
 // Which split the document with this number (from 0) belongs to.
@@ -517,16 +496,12 @@ static int tokenize_split_of(const TokenizeOptions* o, int64_t index) {
 static void tokenize_add_cut(Tokenize* z, const char* text, size_t n) {
     size_t cut = (size_t)((double)n * (1.0 - z->o->val_fraction));
     char* newline = cut < n ? memchr(text + cut, '\n', n - cut) : NULL;
-    if (newline != NULL && newline + 1 < text + n) {
-        cut = (size_t)(newline + 1 - text);
-    }
+    if (newline != NULL && newline + 1 < text + n) { cut = (size_t)(newline + 1 - text); }
     while (cut < n && ((uint8_t)text[cut] & 0xc0) == 0x80) {
         cut++;
     }
     tokenize_add(z, text, cut, SPLIT_TRAIN);
-    if (cut < n) {
-        tokenize_add(z, text + cut, n - cut, SPLIT_VAL);
-    }
+    if (cut < n) { tokenize_add(z, text + cut, n - cut, SPLIT_VAL); }
 }
 
 // Read all documents and send them to their splits. A fraction of few documents cannot be taken in whole documents, so
@@ -554,9 +529,7 @@ static void tokenize_read_all(Tokenize* z) {
     for (; more && tokenize_next_document(&z->reader, &text, &n); index++) {
         tokenize_add(z, text, n, tokenize_split_of(z->o, index));
     }
-    if (z->ring[z->filled % z->ring_size].num_documents > 0) {
-        tokenize_submit(z);
-    }
+    if (z->ring[z->filled % z->ring_size].num_documents > 0) { tokenize_submit(z); }
     while (z->written < z->filled) {
         tokenize_write_oldest(z);
     }
@@ -603,9 +576,7 @@ static int tokenize_main(int argc, char** argv) {
     Bpe bpe;
     tokenizer_init(&t, o.vocabulary);
     int is_byte = strcmp(o.vocabulary, "byte") == 0;
-    if (!is_byte) {
-        bpe_init(&bpe, &t);
-    }
+    if (!is_byte) { bpe_init(&bpe, &t); }
     z->o = &o;
     z->t = &t;
     z->bpe = is_byte ? NULL : &bpe;
@@ -621,17 +592,20 @@ static int tokenize_main(int argc, char** argv) {
     TokenizeSplit *train = &z->splits[SPLIT_TRAIN], *val = &z->splits[SPLIT_VAL];
     int64_t tokens = train->num_tokens + val->num_tokens;
     check(tokens > 0, "no text in the input: no document, nothing written");
-    check(train->num_tokens > 0, "all %lld documents went to the validation data: want more documents or a smaller split",
+    check(train->num_tokens > 0,
+          "all %lld documents went to the validation data: want more documents or a smaller split",
           (long long)val->num_documents);
     int wants_val = o.val_docs > 0 || o.val_fraction > 0;
     check(!wants_val || val->num_tokens > 0, "no validation data came out of %lld documents: want a larger split",
           (long long)train->num_documents);
     double seconds = tokenize_seconds() - z->start_time;
     fprintf(stderr, "%s", isatty(2) ? "\r\033[K" : "");
-    printf("%s: %.2f MB to %lld tokens (%.3f bytes per token), vocabulary %d, in %.3f s: %.1f MB/s, %.2f M tokens/s, %d "
-           "threads\n", is_byte ? "byte-level" : "BPE", 1e-6 * (double)z->reader.bytes_read, (long long)tokens,
-           (double)z->reader.bytes_read / (double)tokens, t.vocab_size, seconds,
-           1e-6 * (double)z->reader.bytes_read / seconds, 1e-6 * (double)tokens / seconds, o.num_threads);
+    printf(
+        "%s: %.2f MB to %lld tokens (%.3f bytes per token), vocabulary %d, in %.3f s: %.1f MB/s, %.2f M tokens/s, %d "
+        "threads\n",
+        is_byte ? "byte-level" : "BPE", 1e-6 * (double)z->reader.bytes_read, (long long)tokens,
+        (double)z->reader.bytes_read / (double)tokens, t.vocab_size, seconds,
+        1e-6 * (double)z->reader.bytes_read / seconds, 1e-6 * (double)tokens / seconds, o.num_threads);
     for (int s = 0; s < NUM_SPLITS; s++) {
         if (z->splits[s].num_tokens > 0) {
             int num_shards = z->splits[s].num_shards;
@@ -642,9 +616,7 @@ static int tokenize_main(int argc, char** argv) {
         }
     }
     tokenize_stop(z);
-    if (!is_byte) {
-        bpe_free(&bpe);
-    }
+    if (!is_byte) { bpe_free(&bpe); }
     tokenizer_free(&t);
     free(o.separator);
     free(o.inputs);
@@ -653,5 +625,7 @@ static int tokenize_main(int argc, char** argv) {
 }
 
 #ifndef TESTING // test_tokenizer.c includes this file
-int main(int argc, char** argv) { return tokenize_main(argc, argv); }
+int main(int argc, char** argv) {
+    return tokenize_main(argc, argv);
+}
 #endif

@@ -24,12 +24,12 @@ typedef struct {
 } TokenMerge;
 
 typedef struct {
-    int vocab_size;        // number of ids
-    int end_of_text;       // its id
-    uint8_t* bytes;        // the bytes of all tokens
-    uint32_t* start;       // (vocab_size) where in `bytes` a token's begin
-    uint32_t* length;      // (vocab_size) how many it has, at least 1
-    TokenMerge* merges;    // (num_merges) best first; byte-level has none
+    int vocab_size;     // number of ids
+    int end_of_text;    // its id
+    uint8_t* bytes;     // the bytes of all tokens
+    uint32_t* start;    // (vocab_size) where in `bytes` a token's begin
+    uint32_t* length;   // (vocab_size) how many it has, at least 1
+    TokenMerge* merges; // (num_merges) best first; byte-level has none
     int num_merges;
     uint16_t byte_id[256]; // the token of each single byte
 } Tokenizer;
@@ -55,10 +55,10 @@ static inline void tokenizer_free(Tokenizer* t) {
 
 typedef struct {
     Tokenizer* t;
-    const char* path;    // for messages
+    const char* path; // for messages
     size_t bytes_used, bytes_capacity;
-    int num_tokens;      // added so far
-    int32_t* slots;      // (TOKENIZER_SLOTS) id by hash of its bytes, -1 = free
+    int num_tokens; // added so far
+    int32_t* slots; // (TOKENIZER_SLOTS) id by hash of its bytes, -1 = free
 } TokenizerBuilder;
 
 #define TOKENIZER_SLOTS 262144 // a power of two, 4 times the 65536 ids that 16 bits can have
@@ -85,8 +85,8 @@ static inline int32_t* tokenizer_slot(const TokenizerBuilder* b, const uint8_t* 
     }
     for (uint32_t slot = hash ^ hash >> 15;; slot++) {
         int32_t* entry = &b->slots[slot & (TOKENIZER_SLOTS - 1)];
-        if (*entry < 0 || (b->t->length[*entry] == length &&
-                           memcmp(b->t->bytes + b->t->start[*entry], bytes, length) == 0)) {
+        if (*entry < 0 ||
+            (b->t->length[*entry] == length && memcmp(b->t->bytes + b->t->start[*entry], bytes, length) == 0)) {
             return entry;
         }
     }
@@ -128,8 +128,8 @@ static inline void tokenizer_build_end(TokenizerBuilder* b) {
     for (int i = 0; i < 256; i++) {
         uint8_t byte = (uint8_t)i;
         int id = tokenizer_find(b, &byte, 1);
-        check(id >= 0, "'%s' is not a byte-level vocabulary: no token for byte %d among %d tokens (truncated?)", b->path,
-              i, t->vocab_size);
+        check(id >= 0, "'%s' is not a byte-level vocabulary: no token for byte %d among %d tokens (truncated?)",
+              b->path, i, t->vocab_size);
         t->byte_id[i] = (uint16_t)id;
     }
 }
@@ -167,12 +167,8 @@ static inline char* tokenizer_read_file(const char* path, size_t* length) {
 
 // The byte that GPT-2's files write as this code point; -1 for code points that stand for none.
 static inline int tokenizer_byte_of_code_point(uint32_t c) {
-    if ((c >= 33 && c <= 126) || (c >= 161 && c <= 172) || (c >= 174 && c <= 255)) {
-        return (int)c;
-    }
-    if (c < 256 || c > 323) {
-        return -1;
-    }
+    if ((c >= 33 && c <= 126) || (c >= 161 && c <= 172) || (c >= 174 && c <= 255)) { return (int)c; }
+    if (c < 256 || c > 323) { return -1; }
     uint32_t k = c - 256; // the k-th of 0..32, 127..160, 173
     return (int)(k < 33 ? k : k < 67 ? 127 + (k - 33) : 173);
 }
@@ -207,9 +203,7 @@ static inline int64_t tokenizer_read_utf8(const char** p) {
 // One code point of a JSON string from *p, escapes resolved. -1: malformed. The text ends in a 0 byte, which is never
 // part of a string, so that nothing reads past the end.
 static inline int64_t tokenizer_read_json_char(const char** p) {
-    if (**p != '\\') {
-        return (uint8_t)**p < 32 ? -1 : tokenizer_read_utf8(p);
-    }
+    if (**p != '\\') { return (uint8_t) * *p < 32 ? -1 : tokenizer_read_utf8(p); }
     char kind = (*p)[1];
     const char* names = "\"\"\\\\//b\bf\fn\nr\rt\t"; // pairs: letter after the backslash, what it means
     for (const char* n = names; *n; n += 2) {
@@ -218,16 +212,15 @@ static inline int64_t tokenizer_read_json_char(const char** p) {
             return (uint8_t)n[1];
         }
     }
-    if (kind != 'u') {
-        return -1;
-    }
+    if (kind != 'u') { return -1; }
     int64_t code = 0;
     for (int i = 2; i < 6; i++) {
         char c = (*p)[i];
-        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
-        if (digit < 0) {
-            return -1;
-        }
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                           : -1;
+        if (digit < 0) { return -1; }
         code = code << 4 | digit;
     }
     *p += 6;
@@ -279,8 +272,7 @@ static inline void tokenizer_read_encoder_json(TokenizerBuilder* b) {
     }
     p = tokenizer_skip_space(p + 1);
     check(p == text + length, "'%s', line %d: text after the closing '}'", b->path, tokenizer_line_of(text, p));
-    b->t->end_of_text =
-        tokenizer_find(b, (const uint8_t*)TOKENIZER_END_OF_TEXT, strlen(TOKENIZER_END_OF_TEXT));
+    b->t->end_of_text = tokenizer_find(b, (const uint8_t*)TOKENIZER_END_OF_TEXT, strlen(TOKENIZER_END_OF_TEXT));
     check(b->t->end_of_text >= 0, "'%s': no token " TOKENIZER_END_OF_TEXT " among %d", b->path, b->num_tokens);
     free(token);
     free(text);
@@ -298,8 +290,7 @@ static inline void tokenizer_read_merges(TokenizerBuilder* b, const char* path) 
     const char* p = text;
     int line = 1;
     if (strncmp(p, "#version", 8) == 0) {
-        for (; *p && *p != '\n'; p++) {
-        }
+        for (; *p && *p != '\n'; p++) {}
         p += *p == '\n';
         line++;
     }
@@ -315,7 +306,8 @@ static inline void tokenizer_read_merges(TokenizerBuilder* b, const char* path) 
             }
             int64_t code = tokenizer_read_utf8(&p);
             int byte = code < 0 ? -1 : tokenizer_byte_of_code_point((uint32_t)code);
-            check(byte >= 0, "'%s', line %d: a character that stands for no byte in GPT-2's vocabulary files", path, line);
+            check(byte >= 0, "'%s', line %d: a character that stands for no byte in GPT-2's vocabulary files", path,
+                  line);
             token[n++] = (uint8_t)byte;
         }
         p += *p == '\r';
@@ -325,8 +317,10 @@ static inline void tokenizer_read_merges(TokenizerBuilder* b, const char* path) 
         int left = tokenizer_find(b, token, left_length);
         int right = tokenizer_find(b, token + left_length, n - left_length);
         int result = tokenizer_find(b, token, n);
-        check(left >= 0 && right >= 0 && result >= 0, "'%s', line %d: the merge uses a token that '%s' does not have "
-              "(truncated, or files of two vocabularies)", path, line, b->path);
+        check(left >= 0 && right >= 0 && result >= 0,
+              "'%s', line %d: the merge uses a token that '%s' does not have "
+              "(truncated, or files of two vocabularies)",
+              path, line, b->path);
         check(result != t->end_of_text && !made[result], "'%s', line %d: token %d is made twice", path, line, result);
         made[result] = 1;
         t->merges[t->num_merges++] = (TokenMerge){(uint16_t)left, (uint16_t)right, (uint16_t)result};
@@ -367,9 +361,7 @@ static inline TokenMerge tokenizer_recover_merge(const TokenizerBuilder* b, int 
                 best_at = k;
             }
         }
-        if (best == id) {
-            break;
-        }
+        if (best == id) { break; }
         memmove(cut + best_at + 1, cut + best_at + 2, (n - best_at - 1) * sizeof(cut[0]));
         n--;
     }
@@ -397,8 +389,7 @@ static inline void tokenizer_read_tiktoken(TokenizerBuilder* b) {
                 token[n++] = (uint8_t)(bits >> num_bits);
             }
         }
-        for (; *p == '='; p++) {
-        }
+        for (; *p == '='; p++) {}
         check(n > 0 && p[0] == ' ' && p[1] >= '0' && p[1] <= '9',
               "'%s', line %d: want 'base64 id', a line of gpt2.tiktoken", b->path, line);
         int64_t id = 0;
@@ -424,12 +415,11 @@ static inline void tokenizer_init_gpt2(Tokenizer* t, const char* path) {
     struct stat st;
     check(stat(path, &st) == 0, "cannot open vocabulary '%s': %s", path, strerror(errno));
     char folder[4096];
-    check(snprintf(folder, sizeof(folder), "%s", path) < (int)sizeof(folder) - 16, "vocabulary path too long: '%s'", path);
+    check(snprintf(folder, sizeof(folder), "%s", path) < (int)sizeof(folder) - 16, "vocabulary path too long: '%s'",
+          path);
     char* name = strrchr(folder, '/') ? strrchr(folder, '/') + 1 : folder;
     int is_one_of_two = strcmp(name, "vocab.bpe") == 0 || strcmp(name, "encoder.json") == 0;
-    if (is_one_of_two) {
-        snprintf(name, 3, "%s", name == folder ? "." : "");
-    }
+    if (is_one_of_two) { snprintf(name, 3, "%s", name == folder ? "." : ""); }
     TokenizerBuilder b;
     if (!S_ISDIR(st.st_mode) && !is_one_of_two) {
         tokenizer_build_begin(&b, t, path);

@@ -3,8 +3,8 @@
 //     int32 header[256]   [0] 20240520   [1] version 1   [2] number of tokens   [3] entries of the vocabulary   rest 0
 //     uint16 tokens[]     one stream; every document starts with the end-of-text token. All little-endian
 //
-// [3] is ours and optional: 0, which is what llm.c writes, says nothing (and is written for GPT-2's 50257, so that those
-// shards are byte for byte llm.c's); byte-level shards say 257. llm.c ignores it.
+// [3] is ours and optional: 0, which is what llm.c writes, says nothing (and is written for GPT-2's 50257, so that
+// those shards are byte for byte llm.c's); byte-level shards say 257. llm.c ignores it.
 #ifndef TOKENS_H
 #define TOKENS_H
 
@@ -47,8 +47,9 @@ static inline int64_t tokens_check_header(const int32_t* header, int64_t file_by
 static inline FILE* tokens_open_shard(const char* path, int64_t* num_tokens, int* vocab_size) {
     int32_t header[TOKENS_HEADER_INTS];
     int64_t file_bytes = file_size_or_die(path);
-    check(file_bytes >= TOKENS_HEADER_BYTES, "'%s' is not a token shard: %lld bytes, want at least the %d of its header",
-          path, (long long)file_bytes, TOKENS_HEADER_BYTES);
+    check(file_bytes >= TOKENS_HEADER_BYTES,
+          "'%s' is not a token shard: %lld bytes, want at least the %d of its header", path, (long long)file_bytes,
+          TOKENS_HEADER_BYTES);
     FILE* f = fopen_or_die(path, "rb");
     fread_or_die(header, sizeof(header), f, path);
     *num_tokens = tokens_check_header(header, file_bytes, path);
@@ -56,7 +57,8 @@ static inline FILE* tokens_open_shard(const char* path, int64_t* num_tokens, int
     return f;
 }
 
-// A shard being written. It lies under `<path>.tmp` until token_writer_publish, so that no reader ever sees half of one.
+// A shard being written. It lies under `<path>.tmp` until token_writer_publish, so that no reader ever sees half of
+// one.
 typedef struct {
     FILE* file;
     char* tmp_path;

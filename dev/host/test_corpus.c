@@ -31,8 +31,8 @@ static uint64_t hash_of_stories(uint64_t seed, uint64_t stream, int stories) {
 // Pinned: a change of the grammar or of the random numbers changes everybody's default corpus, and must be meant.
 static void test_same_bytes_everywhere(void) {
     uint64_t hash = hash_of_stories(1, CORPUS_TRAIN_STREAM, 1000);
-    expect(hash == PINNED_TRAIN_HASH, "1000 stories of seed 1: hash 0x%016llx, want 0x%016llx", (unsigned long long)hash,
-           (unsigned long long)PINNED_TRAIN_HASH);
+    expect(hash == PINNED_TRAIN_HASH, "1000 stories of seed 1: hash 0x%016llx, want 0x%016llx",
+           (unsigned long long)hash, (unsigned long long)PINNED_TRAIN_HASH);
     expect(hash_of_stories(1, CORPUS_VAL_STREAM, 1000) != hash, "the validation stories are the training stories");
     expect(hash_of_stories(2, CORPUS_TRAIN_STREAM, 1000) != hash, "seed 2 gives the stories of seed 1");
 }
@@ -60,7 +60,8 @@ static void test_draws_are_uniform(void) {
         count[corpus_draw(&r, N)]++;
     }
     for (int i = 0; i < N; i++) { // binomial: sigma = sqrt(n p (1 - p)) = 289
-        expect(abs(count[i] - DRAWS / N) < 5 * 289, "value %d came %d times of %d, want %d +- 1445", i, count[i], DRAWS, DRAWS / N);
+        expect(abs(count[i] - DRAWS / N) < 5 * 289, "value %d came %d times of %d, want %d +- 1445", i, count[i], DRAWS,
+               DRAWS / N);
     }
     CorpusRandom big = corpus_random(3, 0, 1); // n > 2^31: almost half of the values are drawn again
     for (int i = 0; i < 1000; i++) {
@@ -69,8 +70,8 @@ static void test_draws_are_uniform(void) {
     }
 }
 
-// The mean of -ln p over many stories, p from the choices made while writing them, converges to the computed entropy, and
-// so does the mean length. Five standard errors of the mean: one in 1.7 million correct programs would fail.
+// The mean of -ln p over many stories, p from the choices made while writing them, converges to the computed entropy,
+// and so does the mean length. Five standard errors of the mean: one in 1.7 million correct programs would fail.
 static void test_entropy(void) {
     enum { STORIES = 40000 };
     double sum = 0, sum2 = 0, bytes = 0, bytes2 = 0;
@@ -92,10 +93,12 @@ static void test_entropy(void) {
     double mean = sum / STORIES, error = sqrt((sum2 / STORIES - mean * mean) / STORIES);
     double mean_bytes = bytes / STORIES, bytes_error = sqrt((bytes2 / STORIES - mean_bytes * mean_bytes) / STORIES);
     const CorpusRule* story = &grammar.rules[0];
-    expect(fabs(mean - story->entropy) < 5 * error, "mean of -ln p: %.4f nats, want %.4f +- %.4f", mean, story->entropy, 5 * error);
+    expect(fabs(mean - story->entropy) < 5 * error, "mean of -ln p: %.4f nats, want %.4f +- %.4f", mean, story->entropy,
+           5 * error);
     expect(fabs(mean_bytes - story->bytes) < 5 * bytes_error, "mean length: %.3f bytes, want %.3f +- %.3f", mean_bytes,
            story->bytes, 5 * bytes_error);
-    expect(error / mean < 0.002 && bytes_error / mean_bytes < 0.002, "too few stories to say anything: %.4f, %.4f", error, bytes_error);
+    expect(error / mean < 0.002 && bytes_error / mean_bytes < 0.002, "too few stories to say anything: %.4f, %.4f",
+           error, bytes_error);
     expect(shortest >= 200 && longest <= 1600, "stories of %zu to %zu bytes, want 200 to 1600", shortest, longest);
 }
 
@@ -104,16 +107,20 @@ static void test_entropy_by_hand(void) {
     // "loved": weights 5, 3, 2 of texts of 18, 18, 15 bytes
     int rule = corpus_find_rule(&grammar, "loved", 5);
     double h = -(0.5 * log(0.5) + 0.3 * log(0.3) + 0.2 * log(0.2)), bytes = 0.5 * 18 + 0.3 * 18 + 0.2 * 15;
-    expect(fabs(grammar.rules[rule].entropy - h) < 1e-12, "loved: %.6f nats, want %.6f", grammar.rules[rule].entropy, h);
-    expect(fabs(grammar.rules[rule].bytes - bytes) < 1e-12, "loved: %.6f bytes, want %.6f", grammar.rules[rule].bytes, bytes);
+    expect(fabs(grammar.rules[rule].entropy - h) < 1e-12, "loved: %.6f nats, want %.6f", grammar.rules[rule].entropy,
+           h);
+    expect(fabs(grammar.rules[rule].bytes - bytes) < 1e-12, "loved: %.6f bytes, want %.6f", grammar.rules[rule].bytes,
+           bytes);
     // "drink": "warm milk" (4), "hot soup" (3), one of 12 foods + "s with honey" (2)
     rule = corpus_find_rule(&grammar, "drink", 5);
     double p[3] = {4.0 / 9, 3.0 / 9, 2.0 / 9};
     h = -(p[0] * log(p[0]) + p[1] * log(p[1]) + p[2] * log(p[2])) + p[2] * log(12);
     double food = (5 + 4 + 4 + 6 + 6 + 3 + 4 + 3 + 6 + 5 + 3 + 3) / 12.0;
     bytes = p[0] * 9 + p[1] * 8 + p[2] * (food + 12);
-    expect(fabs(grammar.rules[rule].entropy - h) < 1e-12, "drink: %.6f nats, want %.6f", grammar.rules[rule].entropy, h);
-    expect(fabs(grammar.rules[rule].bytes - bytes) < 1e-12, "drink: %.6f bytes, want %.6f", grammar.rules[rule].bytes, bytes);
+    expect(fabs(grammar.rules[rule].entropy - h) < 1e-12, "drink: %.6f nats, want %.6f", grammar.rules[rule].entropy,
+           h);
+    expect(fabs(grammar.rules[rule].bytes - bytes) < 1e-12, "drink: %.6f bytes, want %.6f", grammar.rules[rule].bytes,
+           bytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +185,8 @@ static void parse(Parse* p, size_t at, Rest rest) {
         }
         if (allowed) {
             p->word[item->slot] = w;
-            p->information = before + (item->kind == ITEM_CHOOSE ? log(grammar.list_size[list] - item->num_excluded) : 0);
+            p->information =
+                before + (item->kind == ITEM_CHOOSE ? log(grammar.list_size[list] - item->num_excluded) : 0);
             parse(p, at + n, next);
         }
     }
@@ -196,8 +204,10 @@ static void test_one_derivation(void) {
         Parse p = {.text = s.text, .length = s.length};
         memset(p.word, 0xff, sizeof(p.word));
         parse(&p, 0, (Rest){start, NULL});
-        expect(p.derivations == 1, "story %d has %d derivations, want 1: %.*s", i, p.derivations, (int)s.length, s.text);
-        expect(fabs(p.found - s.information) < 1e-9, "story %d: -ln p = %.9f by parsing, %.9f by writing", i, p.found, s.information);
+        expect(p.derivations == 1, "story %d has %d derivations, want 1: %.*s", i, p.derivations, (int)s.length,
+               s.text);
+        expect(fabs(p.found - s.information) < 1e-9, "story %d: -ln p = %.9f by parsing, %.9f by writing", i, p.found,
+               s.information);
     }
     Parse p = {.text = s.text, .length = s.length - 1}; // and a broken story has none
     memset(p.word, 0xff, sizeof(p.word));
@@ -207,8 +217,12 @@ static void test_one_derivation(void) {
 }
 
 // The proof itself can fail: two equal alternatives, and one that is the beginning of another.
-static void check_damaged(void* damaged) { corpus_check_grammar(damaged); }
-static void compute_damaged(void* damaged) { corpus_compute_means(damaged, 0); }
+static void check_damaged(void* damaged) {
+    corpus_check_grammar(damaged);
+}
+static void compute_damaged(void* damaged) {
+    corpus_compute_means(damaged, 0);
+}
 
 static void test_check_finds_ambiguity(void) {
     corpus_check_grammar(&grammar);
@@ -266,7 +280,8 @@ static void test_files(void) {
     char train[64], val[64];
     snprintf(train, sizeof(train), "%s/train.txt", folder);
     snprintf(val, sizeof(val), "%s/val.txt", folder);
-    Call call = {{"make_corpus", "--bytes", "100000", "--seed", "1", "-o", train, "--val-bytes", "5000", "--val-output", val}};
+    Call call = {
+        {"make_corpus", "--bytes", "100000", "--seed", "1", "-o", train, "--val-bytes", "5000", "--val-output", val}};
     fflush(stdout);
     int saved = dup(1);
     check(freopen("/dev/null", "w", stdout) != NULL, "cannot silence stdout");

@@ -11,7 +11,7 @@
 #endif
 
 static char folder[] = "/tmp/test_tokenizer_XXXXXX"; // all files of this test; removed at the end
-static Tokenizer small;                              // a made-up vocabulary with 300 merges over "abc 'é", see make_small
+static Tokenizer small; // a made-up vocabulary with 300 merges over "abc 'é", see make_small
 
 typedef struct {
     char text[4400];
@@ -66,9 +66,7 @@ static char* read_file(const char* path, size_t* n) {
 }
 
 static int same_files(const char* a, const char* b) {
-    if (access(a, R_OK) != 0 || access(b, R_OK) != 0) {
-        return 0;
-    }
+    if (access(a, R_OK) != 0 || access(b, R_OK) != 0) { return 0; }
     size_t n, m;
     char *x = read_file(a, &n), *y = read_file(b, &m);
     int same = n == m && memcmp(x, y, n) == 0;
@@ -102,7 +100,8 @@ static size_t print_byte(char* out, uint8_t byte) {
     check(0, "byte %d has no printable form", byte);
 }
 
-// Write encoder.json and vocab.bpe of a tokenizer. Quotes and backslashes are escaped; every 5th letter comes as \u00XX.
+// Write encoder.json and vocab.bpe of a tokenizer. Quotes and backslashes are escaped; every 5th letter comes as
+// \u00XX.
 static void write_vocabulary(const Tokenizer* t, const char* encoder_path, const char* merges_path) {
     FILE* f = fopen_or_die(encoder_path, "wb");
     for (int id = 0; id < t->vocab_size; id++) {
@@ -204,7 +203,8 @@ static void decode_id(void* t) {
 static void test_byte_vocabulary(void) {
     Tokenizer t;
     tokenizer_init(&t, "byte");
-    expect(t.vocab_size == 257 && t.end_of_text == 256 && t.num_merges == 0, "vocabulary of %d, end %d", t.vocab_size, t.end_of_text);
+    expect(t.vocab_size == 257 && t.end_of_text == 256 && t.num_merges == 0, "vocabulary of %d, end %d", t.vocab_size,
+           t.end_of_text);
     for (int i = 0; i < 256; i++) {
         size_t n;
         const char* text = tokenizer_decode(&t, i, &n);
@@ -341,9 +341,7 @@ static size_t naive_merge(const Tokenizer* t, const uint8_t* piece, size_t n, ui
                 }
             }
         }
-        if (best == t->num_merges) {
-            return n;
-        }
+        if (best == t->num_merges) { return n; }
         out[best_at] = t->merges[best].result;
         memmove(out + best_at + 1, out + best_at + 2, (n - best_at - 2) * sizeof(out[0]));
         n--;
@@ -361,14 +359,15 @@ static void test_merging(void) {
         uint16_t want[64];
         size_t n = 1 + random_below(trial % 10 == 0 ? 60 : 18);
         for (size_t i = 0; i < n; i++) {
-            piece[i] = (uint8_t)("abc '\xc3\xa9" "ab")[random_below(trial % 3 == 0 ? 3 : 9)];
+            piece[i] = (uint8_t)("abc '\xc3\xa9"
+                                 "ab")[random_below(trial % 3 == 0 ? 3 : 9)];
         }
         size_t num_want = naive_merge(&small, piece, n, want);
         for (int again = 0; again < 2; again++) { // the second time from the cache
             out.count = 0;
             bpe_encode_piece(&w, piece, n, piece + (again ? sizeof(piece) : n), &out);
-            expect(out.count == num_want && memcmp(out.ids, want, num_want * 2) == 0, "'%.*s': %zu tokens, want %zu", (int)n,
-                   (char*)piece, out.count, num_want);
+            expect(out.count == num_want && memcmp(out.ids, want, num_want * 2) == 0, "'%.*s': %zu tokens, want %zu",
+                   (int)n, (char*)piece, out.count, num_want);
         }
     }
     free(out.ids);
@@ -382,8 +381,10 @@ static void test_ascii_splitting(void) {
     BpeWorker w;
     bpe_init(&bpe, &small);
     bpe_worker_init(&w, &bpe);
-    const char* parts[] = {"'", "s", "'s", "'re", "'ll", "'LL", "l", "a", "Zz", " ", "  ", "\n", "\t", "\r\n", "\v", "7", "42", ".", "!?",
-                           "_", "\x01", "\x1c", "\x7f", "\xc3\xa9", "\xc2\xa0", "\xe2\x80\x94", "'d", "'ve", "'m", "'t"};
+    const char* parts[] = {
+        "'",    "s",        "'s",       "'re",          "'ll", "'LL", "l",  "a",  "Zz", " ",    "  ",
+        "\n",   "\t",       "\r\n",     "\v",           "7",   "42",  ".",  "!?", "_",  "\x01", "\x1c",
+        "\x7f", "\xc3\xa9", "\xc2\xa0", "\xe2\x80\x94", "'d",  "'ve", "'m", "'t"};
     int decided = 0, pieces = 0;
     for (int trial = 0; trial < 20000; trial++) {
         char text[128];
@@ -396,7 +397,8 @@ static void test_ascii_splitting(void) {
         for (size_t at = 0; at < n;) {
             const uint8_t* s = (const uint8_t*)text + at;
             size_t want = bpe_pcre_piece(&w, s, n - at), found = bpe_ascii_piece(s, n - at);
-            expect(found == 0 || found == want, "'%.*s': piece of %zu bytes, PCRE2 says %zu", (int)(n - at), (const char*)s, found, want);
+            expect(found == 0 || found == want, "'%.*s': piece of %zu bytes, PCRE2 says %zu", (int)(n - at),
+                   (const char*)s, found, want);
             decided += found > 0;
             pieces++;
             at += want;
@@ -408,13 +410,13 @@ static void test_ascii_splitting(void) {
         const char* text;
         size_t want;
     } cases[] = {
-        {" \xe1\xa0\x8ex", 4},         // U+180E is no white space: " ?[^\s\p{L}\p{N}]+"
-        {"\xc2\x85\xc2\x85x", 2},      // U+0085 is: two of them before a word leave one
-        {"\xe3\x80\x80\xe3\x80\x80x", 3}, // U+3000 too
-        {"\xe2\x80\x8bx", 3},          // U+200B is not
-        {"\xc2\xbdx", 2},              // a vulgar fraction is a number, x is not
+        {" \xe1\xa0\x8ex", 4},             // U+180E is no white space: " ?[^\s\p{L}\p{N}]+"
+        {"\xc2\x85\xc2\x85x", 2},          // U+0085 is: two of them before a word leave one
+        {"\xe3\x80\x80\xe3\x80\x80x", 3},  // U+3000 too
+        {"\xe2\x80\x8bx", 3},              // U+200B is not
+        {"\xc2\xbdx", 2},                  // a vulgar fraction is a number, x is not
         {" \xe6\x97\xa5\xe6\x9c\xac!", 7}, // letters of any script
-        {"e\xcc\x81x", 1},             // a combining accent is neither letter nor number: it ends the word
+        {"e\xcc\x81x", 1},                 // a combining accent is neither letter nor number: it ends the word
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         size_t found = bpe_pcre_piece(&w, (const uint8_t*)cases[i].text, strlen(cases[i].text));
@@ -429,11 +431,26 @@ static void test_utf8_validation(void) {
         const char* text;
         size_t n, valid;
     } cases[] = {
-        {"abcdefghij", 10, 10},       {"\xc3\xa9", 2, 2},           {"\xc3", 1, 0},           {"\xc0\x80", 2, 0},
-        {"\xc1\xbf", 2, 0},           {"\xe0\x9f\xbf", 3, 0},       {"\xe0\xa0\x80", 3, 3},   {"\xed\xa0\x80", 3, 0},
-        {"\xed\x9f\xbf", 3, 3},       {"\xf0\x8f\xbf\xbf", 4, 0},   {"\xf0\x90\x80\x80", 4, 4}, {"\xf4\x8f\xbf\xbf", 4, 4},
-        {"\xf4\x90\x80\x80", 4, 0},   {"\xf5\x80\x80\x80", 4, 0},   {"ab\x80", 3, 2},         {"\xe2\x82", 2, 0},
-        {"\xe2\x28\xa1", 3, 0},       {"abcdefgh\xff", 9, 8},       {"", 0, 0},               {"\xf0\x9f\x98", 3, 0},
+        {"abcdefghij", 10, 10},
+        {"\xc3\xa9", 2, 2},
+        {"\xc3", 1, 0},
+        {"\xc0\x80", 2, 0},
+        {"\xc1\xbf", 2, 0},
+        {"\xe0\x9f\xbf", 3, 0},
+        {"\xe0\xa0\x80", 3, 3},
+        {"\xed\xa0\x80", 3, 0},
+        {"\xed\x9f\xbf", 3, 3},
+        {"\xf0\x8f\xbf\xbf", 4, 0},
+        {"\xf0\x90\x80\x80", 4, 4},
+        {"\xf4\x8f\xbf\xbf", 4, 4},
+        {"\xf4\x90\x80\x80", 4, 0},
+        {"\xf5\x80\x80\x80", 4, 0},
+        {"ab\x80", 3, 2},
+        {"\xe2\x82", 2, 0},
+        {"\xe2\x28\xa1", 3, 0},
+        {"abcdefgh\xff", 9, 8},
+        {"", 0, 0},
+        {"\xf0\x9f\x98", 3, 0},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         size_t valid = bpe_valid_utf8_prefix((const uint8_t*)cases[i].text, cases[i].n);
@@ -499,7 +516,9 @@ static void test_round_trips_with(const Tokenizer* t) {
     bpe_free(&bpe);
 }
 
-static void test_round_trips(void) { test_round_trips_with(&small); }
+static void test_round_trips(void) {
+    test_round_trips_with(&small);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the outside truth
@@ -539,7 +558,8 @@ static void test_vectors_with(const Tokenizer* t, const char* vectors) {
         for (; *p != ']'; i++) {
             char* end;
             long want = strtol(p, &end, 10);
-            expect(i < out.count && out.ids[i] == want, "vector %d, token %zu: %d, want %ld", count, i, i < out.count ? out.ids[i] : -1, want);
+            expect(i < out.count && out.ids[i] == want, "vector %d, token %zu: %d, want %ld", count, i,
+                   i < out.count ? out.ids[i] : -1, want);
             p = end + (*end == ',');
         }
         expect(i == out.count, "vector %d: %zu tokens, want %zu", count, out.count, i);
@@ -570,24 +590,25 @@ static void write_tiktoken(const Tokenizer* t, const char* path) {
 
 static void test_gpt2(void) {
     Path vocabulary = shared("tokenizer"), vectors = shared("tokenizer/test_vectors.jsonl");
-    if (!vocabulary.text[0] || !vectors.text[0]) {
-        return;
-    }
+    if (!vocabulary.text[0] || !vectors.text[0]) { return; }
     Tokenizer t, from_tiktoken;
     tokenizer_init(&t, vocabulary.text);
-    expect(t.vocab_size == 50257 && t.end_of_text == 50256 && t.num_merges == 50000, "%d tokens, end %d, %d merges", t.vocab_size,
-           t.end_of_text, t.num_merges);
+    expect(t.vocab_size == 50257 && t.end_of_text == 50256 && t.num_merges == 50000, "%d tokens, end %d, %d merges",
+           t.vocab_size, t.end_of_text, t.num_merges);
     test_vectors_with(&t, vectors.text);
     test_round_trips_with(&t);
     Path tiktoken = in_folder("gpt2.tiktoken");
     write_tiktoken(&t, tiktoken.text);
     tokenizer_init(&from_tiktoken, tiktoken.text);
-    expect(same_tokenizers(&t, &from_tiktoken), "gpt2.tiktoken gives another vocabulary than vocab.bpe and encoder.json");
+    expect(same_tokenizers(&t, &from_tiktoken),
+           "gpt2.tiktoken gives another vocabulary than vocab.bpe and encoder.json");
     test_vectors_with(&from_tiktoken, vectors.text);
     tokenizer_free(&from_tiktoken);
     size_t n;
     char* text = read_file(tiktoken.text, &n);
-    text[n / 2] = text[n / 2] == 'A' ? 'B' : 'A'; // one wrong letter in the middle: the token is no merge any more, or is there twice
+    text[n / 2] = text[n / 2] == 'A'
+                      ? 'B'
+                      : 'A'; // one wrong letter in the middle: the token is no merge any more, or is there twice
     write_file(tiktoken.text, text, n);
     dies(init_folder, tiktoken.text, tiktoken.text);
     write_file(tiktoken.text, text, n / 2);
@@ -612,8 +633,12 @@ static int count_args(char** argv) {
     return argc;
 }
 
-static void call_tokenize(void* call) { tokenize_main(count_args(((Call*)call)->argv), ((Call*)call)->argv); }
-static void call_detokenize(void* call) { detokenize_main(count_args(((Call*)call)->argv), ((Call*)call)->argv); }
+static void call_tokenize(void* call) {
+    tokenize_main(count_args(((Call*)call)->argv), ((Call*)call)->argv);
+}
+static void call_detokenize(void* call) {
+    detokenize_main(count_args(((Call*)call)->argv), ((Call*)call)->argv);
+}
 
 // Run a program in a child whose standard output goes to `output` and whose input comes from `input` (NULL: neither).
 static void run(void (*program)(void*), Call call, const char* input, const char* output) {
@@ -633,21 +658,25 @@ static void run(void (*program)(void*), Call call, const char* input, const char
 }
 
 static void test_corpus_exactly(void) {
-    Path vocabulary = shared("tokenizer"), text_xz = shared("corpus/val.txt.xz"), tokens_xz = shared("corpus/gpt2_val.bin.xz");
-    if (!vocabulary.text[0] || !text_xz.text[0] || !tokens_xz.text[0]) {
-        return;
-    }
-    Path text = in_folder("val.txt"), want = in_folder("want.bin"), found = in_folder("found.bin"), back = in_folder("back.txt");
+    Path vocabulary = shared("tokenizer"), text_xz = shared("corpus/val.txt.xz"),
+         tokens_xz = shared("corpus/gpt2_val.bin.xz");
+    if (!vocabulary.text[0] || !text_xz.text[0] || !tokens_xz.text[0]) { return; }
+    Path text = in_folder("val.txt"), want = in_folder("want.bin"), found = in_folder("found.bin"),
+         back = in_folder("back.txt");
     char command[4 * sizeof(Path) + 64];
-    snprintf(command, sizeof(command), "xz -dc '%s' > '%s' && xz -dc '%s' > '%s'", text_xz.text, text.text, tokens_xz.text, want.text);
+    snprintf(command, sizeof(command), "xz -dc '%s' > '%s' && xz -dc '%s' > '%s'", text_xz.text, text.text,
+             tokens_xz.text, want.text);
     if (system(command) != 0) {
         unit_skip("no xz to unpack the shared data with");
         return;
     }
     char* threads[] = {"1", "2", "7"};
     for (int i = 0; i < 3; i++) {
-        run(call_tokenize, (Call){{"tokenize", "--gpt2", vocabulary.text, "-o", found.text, "--threads", threads[i], text.text}}, NULL, NULL);
-        expect(same_files(found.text, want.text), "val.txt: not the tokens of gpt2_val.bin with %s threads", threads[i]);
+        run(call_tokenize,
+            (Call){{"tokenize", "--gpt2", vocabulary.text, "-o", found.text, "--threads", threads[i], text.text}}, NULL,
+            NULL);
+        expect(same_files(found.text, want.text), "val.txt: not the tokens of gpt2_val.bin with %s threads",
+               threads[i]);
         unlink(found.text);
     }
     run(call_tokenize, (Call){{"tokenize", "--gpt2", vocabulary.text, "-o", found.text, "-"}}, text.text, NULL);
@@ -707,17 +736,20 @@ static void test_documents_and_splits(void) {
     expect_shard("one.bin", "Ea<|endoftext|>bEcEa<|endoftext|>b");
     // another separator; two of them with nothing between
     TEXT("x%%y%%%%z%%");
-    run(call_tokenize, (Call){{"tokenize", "--byte", "-o", one.text, "--document-separator", "%%", in.text}}, NULL, NULL);
+    run(call_tokenize, (Call){{"tokenize", "--byte", "-o", one.text, "--document-separator", "%%", in.text}}, NULL,
+        NULL);
     expect_shard("one.bin", "ExEyEEz");
     TEXT("p\n\nq\nr\n\n");
-    run(call_tokenize, (Call){{"tokenize", "--byte", "-o", one.text, "--document-separator", "\\n\\n", in.text}}, NULL, NULL);
+    run(call_tokenize, (Call){{"tokenize", "--byte", "-o", one.text, "--document-separator", "\\n\\n", in.text}}, NULL,
+        NULL);
     expect_shard("one.bin", "EpEq\nr");
     // too few documents for the fraction: the end of each, from a line on, or from a character on
     TEXT("line 1\nline 2\nline 3\nline 4\n");
     run(call_tokenize, (Call){{"tokenize", "--byte", "-o", out.text, "--val-fraction", "0.3", in.text}}, NULL, NULL);
     expect_shard("out_train.bin", "Eline 1\nline 2\nline 3\n");
     expect_shard("out_val.bin", "Eline 4\n");
-    TEXT("1234567\xc3\xa9" "9"); // 80% of its 10 bytes ends inside a character: it stays whole
+    TEXT("1234567\xc3\xa9"
+         "9"); // 80% of its 10 bytes ends inside a character: it stays whole
     run(call_tokenize, (Call){{"tokenize", "--byte", "-o", out.text, "--val-fraction", "0.2", in.text}}, NULL, NULL);
     expect_shard("out_train.bin", "E1234567\xc3\xa9");
     expect_shard("out_val.bin", "E9");
@@ -728,7 +760,8 @@ static void test_documents_and_splits(void) {
 
 static void test_shards(void) {
     Path in = in_folder("in.txt"), out = in_folder("out"), back = in_folder("back.txt"), one = in_folder("one.bin");
-    Path shards[3] = {in_folder("out_train_000001.bin"), in_folder("out_train_000002.bin"), in_folder("out_train_000003.bin")};
+    Path shards[3] = {in_folder("out_train_000001.bin"), in_folder("out_train_000002.bin"),
+                      in_folder("out_train_000003.bin")};
     const char* text = "abc\n<|endoftext|>\ndefgh\n<|endoftext|>\n";
     write_file(in.text, text, strlen(text));
     write_file(in_folder("out_train.bin").text, "old", 3);
@@ -749,7 +782,8 @@ static void test_shards(void) {
     unlink(back.text);
 }
 
-// Many documents of random bytes and sizes, over the edges of the read buffer and of batches, with any number of threads.
+// Many documents of random bytes and sizes, over the edges of the read buffer and of batches, with any number of
+// threads.
 static void test_random_documents(void) {
     Path in = in_folder("in.txt"), out = in_folder("one.bin"), back = in_folder("back.txt");
     Path vocabulary = in_folder("");
@@ -764,7 +798,9 @@ static void test_random_documents(void) {
     fclose(f);
     char* threads[] = {"1", "3"};
     for (int i = 0; i < 2; i++) {
-        run(call_tokenize, (Call){{"tokenize", "--gpt2", vocabulary.text, "-o", out.text, "--threads", threads[i], in.text}}, NULL, NULL);
+        run(call_tokenize,
+            (Call){{"tokenize", "--gpt2", vocabulary.text, "-o", out.text, "--threads", threads[i], in.text}}, NULL,
+            NULL);
         run(call_detokenize, (Call){{"detokenize", "--gpt2", vocabulary.text, "-o", back.text, out.text}}, NULL, NULL);
         expect(same_files(in.text, back.text), "400 documents did not come back with %s threads", threads[i]);
     }
@@ -832,11 +868,13 @@ static void test_bad_flags(void) {
         {{{"tokenize", "--gpt2", "/nowhere", "-o", out.text, in.text}}, "cannot open vocabulary '/nowhere'"},
         {{{"tokenize", "--byte", "-o", out.text, "--threads", "0", in.text}}, "--threads: '0'"},
         {{{"tokenize", "--byte", "-o", out.text, "--threads", "2x", in.text}}, "--threads: '2x'"},
-        {{{"tokenize", "--byte", "-o", out.text, "--shard-tokens", "3000000000", in.text}}, "--shard-tokens: '3000000000'"},
+        {{{"tokenize", "--byte", "-o", out.text, "--shard-tokens", "3000000000", in.text}},
+         "--shard-tokens: '3000000000'"},
         {{{"tokenize", "--byte", "-o", out.text, "--val-fraction", "0.9", in.text}}, "--val-fraction: '0.9'"},
         {{{"tokenize", "--byte", "-o", out.text, "--val-fraction", "nan", in.text}}, "--val-fraction: 'nan'"},
         {{{"tokenize", "--byte", "-o", out.text, "--val-docs", "-1", in.text}}, "--val-docs: '-1'"},
-        {{{"tokenize", "--byte", "-o", out.text, "--val-docs", "1", "--val-fraction", "0.1", in.text}}, "want one of them"},
+        {{{"tokenize", "--byte", "-o", out.text, "--val-docs", "1", "--val-fraction", "0.1", in.text}},
+         "want one of them"},
         {{{"tokenize", "--byte", "-o", bin.text, "--val-docs", "1", in.text}}, "want a prefix without .bin"},
         {{{"tokenize", "--byte", "-o", out.text, "--document-separator", "", in.text}}, "--document-separator: empty"},
         {{{"tokenize", "--byte", "-o", out.text, "--document-separator", "\\x", in.text}}, "after a backslash"},
