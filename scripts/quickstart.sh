@@ -12,9 +12,11 @@ cd "$(dirname "$0")/.."
 # quickstart
 
 set_sizes_cpu() { # 2 cores: both trainings together under 3 minutes
-    : "${LAYERS:=4}" "${CHANNELS:=128}" "${HEADS:=2}" "${SEQ_LEN:=128}" "${BATCH:=16}"
-    : "${STEPS:=350}" "${WARMUP:=20}" "${LEARNING_RATE:=2e-3}"
-    : "${VAL_EVERY:=50}" "${VAL_BATCHES:=8}" "${SAMPLE_EVERY:=175}" "${SAMPLE_LENGTH:=120}" "${LOG_EVERY:=10}"
+    # Small batches: at this size steps count, not tokens. 700k tokens in steps of 2,048 / 1,024 / 512 came to a
+    # validation loss of 1.79 / 1.34 / 1.06.
+    : "${LAYERS:=4}" "${CHANNELS:=128}" "${HEADS:=2}" "${SEQ_LEN:=128}" "${BATCH:=4}"
+    : "${STEPS:=1400}" "${WARMUP:=60}" "${LEARNING_RATE:=4e-3}"
+    : "${VAL_EVERY:=100}" "${VAL_BATCHES:=32}" "${SAMPLE_EVERY:=700}" "${SAMPLE_LENGTH:=120}" "${LOG_EVERY:=20}"
     : "${CORPUS_BYTES:=4000000}" "${CORPUS_VAL_BYTES:=200000}"
 }
 
