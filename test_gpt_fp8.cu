@@ -132,6 +132,10 @@ enum { CPU_THREADS = 1 };
 
 enum { MAX_SUB_BLOCKS = 64 };
 
+// FP32: sums of up to 50,304 terms through some ten ops, each off by about 2^-24 sqrt(256) within its blocks of 256:
+// 1e-6 times the square root of that many ops, and a factor of 3.
+static const double FP32_LIMIT = 1e-5;
+
 typedef struct {
     int L;
     double logits;                    // of the centred logits
@@ -146,10 +150,10 @@ static double format_error(int mantissa_bits) { return ldexp(sqrt(1.0 / 12.0) / 
 static ErrorModel error_model(int L, Precision precision) {
     ErrorModel e = {};
     e.L = L;
-    if (precision == PRECISION_FP32) { // 1e-4, as the issue demands; it is met with two digits to spare
-        e.logits = e.bottom = e.top = 1e-4;
+    if (precision == PRECISION_FP32) {
+        e.logits = e.bottom = e.top = FP32_LIMIT;
         for (int l = 0; l < L; l++) {
-            e.layer[l] = 1e-4;
+            e.layer[l] = FP32_LIMIT;
         }
         return e;
     }
@@ -378,8 +382,8 @@ static void truth_case(const Floor* floor, const char* flags_of_run, Precision p
     StepThresholds allowed = step_thresholds(&e, sigma, (double)BT);
     int to_nearest = strstr(flags_of_run, "nearest") != NULL;
     if (precision == PRECISION_FP32) {
-        allowed.token_loss = allowed.mean_loss = 1e-4 * truth.mean_loss;
-        allowed.norm = 1e-4;
+        allowed.token_loss = allowed.mean_loss = FP32_LIMIT * truth.mean_loss;
+        allowed.norm = FP32_LIMIT;
     }
     double squares = 0.0;
     for (size_t i = 0; i < BT; i++) {
@@ -588,7 +592,7 @@ static void variants_near_fp32_cpu(void) {
             Trace t = trace_of(&arena, cpu_floor, s, variants[k].flags, SMALL_STEPS, CPU_THREADS);
             double worst = expect_near_fp32(variants[k].flags, &t, &truth, s, variants[k].precision, 1.0);
             double weights = expect_near_weights(variants[k].flags, &t, &truth, start, s, variants[k].precision, 1.0);
-            expect(k > 1 || (worst > 0.25 && weights > 0.25), "%s: the thresholds are loose: gradients %.2f, weights %.2f",
+            expect(k > 1 || (worst > 0.25 && weights > 0.1), "%s: the thresholds are loose: gradients %.2f, weights %.2f",
                    variants[k].flags, worst, weights);
             if (i == 0) {
                 printf("    %s: gradients %.0f%%, weights after %d steps %.0f%% of the allowed error\n", variants[k].flags,
@@ -661,7 +665,7 @@ static void gpu_variants_near_cpu(const char* accumulation, int num_variants) {
             Trace again = trace_of(&arena, gpu, s, flags, SMALL_STEPS, 0);
             expect_same_traces(flags, &got, &again, s, SMALL_STEPS);
             double worst = expect_near_fp32(flags, &got, &want, s, variants[k].precision, sqrt(2.0));
-            printf("    %s: gradients up to %.0f%% of their limit, losses after %d steps %.6f and %.6f\n", flags, 100.0 * worst,
+            printf("    GPU, %s: gradients up to %.0f%% of their limit, losses after %d steps %.6f, CPU floor %.6f\n", flags, 100.0 * worst,
                    SMALL_STEPS, (double)got.step[SMALL_STEPS - 1].loss, (double)want.step[SMALL_STEPS - 1].loss);
             ErrorModel e = error_model(s->config.num_layers, variants[k].precision);
             // what hides in BF16 copies hides on both floors; what is left is noise of the updates: g relative to the drop
@@ -727,22 +731,24 @@ static void finite_differences_fp32(void) {
     char flags[512];
     snprintf(flags, sizeof(flags), "%s --precision fp32", s->shape);
     void* session = cpu_floor->open(flags, weights, tokens, num_tokens, CPU_THREADS);
-    for (int tensor = 0; tensor < NUM_TENSORS; tensor++) {
-        const TensorSpec* spec = &table.tensor[tensor];
-        size_t n = (size_t)spec->layers * spec->n, largest = spec->offset;
+    for (int k = 0; k < NUM_TENSORS * s->config.num_layers; k++) {
+        const TensorSpec* spec = &table.tensor[k / s->config.num_layers];
+        int layer = k % s->config.num_layers;
+        if (layer >= spec->layers) { continue; }
+        size_t first = spec->offset + (size_t)layer * spec->n, largest = first;
         double norm = 0.0;
-        for (size_t i = spec->offset; i < spec->offset + n; i++) {
+        for (size_t i = first; i < first + spec->n; i++) {
             norm += (double)t.grads[i] * (double)t.grads[i];
             if (fabsf(t.grads[i]) > fabsf(t.grads[largest])) { largest = i; }
         }
         norm = sqrt(norm);
-        expect(norm > 1e-4, "%s has no gradient", spec->name);
+        expect(norm > 1e-3, "%s, layer %d has no gradient", spec->name, layer);
         for (int single = 0; single < 2; single++) {
             double slope = single ? (double)t.grads[largest] : norm, step = single ? 1e-2 : 1e-2 / fmax(1.0, norm), loss[2];
             for (int side = 0; side < 2; side++) {
                 double by = side ? -step : step;
                 memcpy(moved, weights, N * sizeof(float));
-                for (size_t i = spec->offset; i < spec->offset + n; i++) {
+                for (size_t i = first; i < first + spec->n; i++) {
                     double direction = single ? (i == largest) : (double)t.grads[i] / norm;
                     moved[i] = (float)((double)weights[i] + by * direction);
                 }
@@ -750,8 +756,8 @@ static void finite_differences_fp32(void) {
             }
             // FP32 leaves 1e-7 of noise in the loss, the third derivative some step^2 of the slope
             double measured = (loss[0] - loss[1]) / (2.0 * step), allowed = 0.01 * fabs(slope) + 2e-7 / step;
-            expect(fabs(measured - slope) <= allowed, "%s, %s: the loss has slope %.6g, the gradient says %.6g", spec->name,
-                   single ? "one parameter" : "along the gradient", measured, slope);
+            expect(fabs(measured - slope) <= allowed, "%s, layer %d, %s: the loss has slope %.6g, the gradient says %.6g", spec->name,
+                   layer, single ? "one parameter" : "along the gradient", measured, slope);
         }
     }
     cpu_floor->close(session);
@@ -769,6 +775,73 @@ static void padding_stays_zero(void) {
                (double)t.grads[i], (double)t.master[i]);
     }
     arena_free(&arena);
+}
+
+// Weight decay pulls at matrices only. One step with a strong decay and one without, from the same weights.
+static void decay_on_matrices_only(void) {
+    Arena arena = {};
+    const SmallModel* s = &small_models[0];
+    ParameterTable table = parameter_table(s->config);
+    float* start = random_weights(&arena, &s->config, 1);
+    Trace without = trace_of(&arena, cpu_floor, s, "--precision bf16 --weight-decay 0", 1, CPU_THREADS);
+    Trace with = trace_of(&arena, cpu_floor, s, "--precision bf16 --weight-decay 10", 1, CPU_THREADS);
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &table.tensor[t];
+        for (size_t i = spec->offset; i < spec->offset + spec->layers * spec->n; i++) {
+            double pull = spec->rows > 1 ? 1e-3 * 10.0 * (double)start[i] : 0.0, got = (double)without.master[i] - (double)with.master[i];
+            expect(fabs(got - pull) <= (spec->rows > 1 ? 1e-6 : 0.0), "%s[%zu]: decay pulls by %g, want %g", spec->name,
+                   i - spec->offset, got, pull);
+        }
+    }
+    arena_free(&arena);
+}
+
+// After the warm-up the scale that quantises is the one that the ring decided a step before; the run stays close to one
+// that always measures first.
+static void delayed_scaling_on(const Floor* floor) {
+    Arena arena = {};
+    const SmallModel* s = &small_models[0];
+    enum { STEPS = AMAX_WARMUP + 8 };
+    Trace delayed = trace_of(&arena, floor, s, "--precision fp8 --amax-history 4 --margin 1", STEPS, CPU_THREADS);
+    Trace current = trace_of(&arena, floor, s, "--precision fp8 --recipe current --margin 1", STEPS, CPU_THREADS);
+    ScaleRecipe recipe = {4, AMAX_MAX, 1, 1.0f};
+    for (int i = 0; i < delayed.num_slots; i++) {
+        const ScaleSlot* slot = &delayed.slots[i];
+        if (slot->policy != SLOT_DELAYED) { continue; }
+        expect(slot->warmup == 0 && slot->count == 4, "slot %d: warmup %d, count %d", i, slot->warmup, slot->count);
+        float amax = 0.0f;
+        for (int k = 0; k < 4; k++) {
+            amax = fmaxf(amax, slot->history[k]);
+        }
+        expect(slot->scale == scale_from_amax(amax, 0.0f, slot->fp8_max, recipe), "slot %d: scale %g of amax %g", i,
+               (double)slot->scale, (double)amax);
+        // the bytes of the last step were written with the scale of the ring as it was before that step
+        float newest = scale_slot_ring_amax(slot, ScaleRecipe{4, AMAX_MOST_RECENT, 1, 1.0f});
+        double used = 1.0 / (double)slot->descale, jit = (double)scale_from_amax(newest, 0.0f, slot->fp8_max, recipe);
+        expect(used > 0.5 * jit && used < 2.0 * jit, "slot %d: written with scale %g, its own amax asks for %g", i, used, jit);
+    }
+    int warm = memcmp(&delayed.step[AMAX_WARMUP - 1].loss, &current.step[AMAX_WARMUP - 1].loss, sizeof(float)) == 0;
+    expect(warm, "until the end of the warm-up both recipes are one");
+    expect(delayed.step[AMAX_WARMUP - 1].slots_warming == 0 && current.step[STEPS - 1].slots_warming == 16, "slots warming: %d, %d",
+           delayed.step[AMAX_WARMUP - 1].slots_warming, current.step[STEPS - 1].slots_warming);
+    expect(memcmp(delayed.master, current.master, parameter_table(s->config).num_parameters * sizeof(float)) != 0,
+           "delayed scaling never took over");
+    // a scale that is off by a factor does not change the relative rounding error of FP8, only which way values round
+    ErrorModel e = error_model(s->config.num_layers, PRECISION_FP8);
+    double z = sqrt(2.0) * e.logits * 1.5, allowed = 3.0 * z / sqrt((double)s->B * s->T) + 0.5 * z * z;
+    double off = fabs((double)delayed.step[STEPS - 1].loss - (double)current.step[STEPS - 1].loss);
+    expect(off <= allowed, "after %d steps the losses are %.6f and %.6f", (int)STEPS, (double)delayed.step[STEPS - 1].loss,
+           (double)current.step[STEPS - 1].loss);
+    arena_free(&arena);
+}
+
+static void delayed_scaling_cpu(void) { delayed_scaling_on(cpu_floor); }
+static void delayed_scaling_gpu(void) {
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+    } else {
+        delayed_scaling_on(gpu);
+    }
 }
 
 // One batch of 4 sequences, or 2 micro-steps of 2, or 4 of 1: the same gradient.
@@ -1003,6 +1076,9 @@ static const NamedTest model_tests[] = {
     {"model_same_bits_twice_cpu", same_bits_twice_cpu},
     {"model_gpu_one_micro_step", gpu_one_micro_step},
     {"model_gpu_three_micro_steps", gpu_three_micro_steps},
+    {"model_delayed_scaling_cpu", delayed_scaling_cpu},
+    {"model_delayed_scaling_gpu", delayed_scaling_gpu},
+    {"model_decay_on_matrices_only", decay_on_matrices_only},
     {"model_padding_stays_zero", padding_stays_zero},
     {"model_accumulation_equals_one_batch", accumulation_equals_one_batch},
     {"model_losses_agree", losses_agree},
