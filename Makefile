@@ -100,7 +100,8 @@ cudnn-status:
 	@echo "$(CUDNN_STATUS)"
 
 # It holds both floors of ops: the CPU floor is what the GPU kernels are compared against.
-test_gpt_fp8: test_gpt_fp8.cu train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc ## the GPU tests
+MODEL_TEST := test_gpt_fp8.cu train_gpt_fp8.cu $(wildcard dev/*.h) dev/host/unit.h
+test_gpt_fp8: $(MODEL_TEST) $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc ## the GPU tests
 	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS) -lgomp
 
 build/attention_cudnn.o: lib/attention_cudnn.cpp $(HEADERS) build/nvcc.flags
@@ -138,6 +139,9 @@ C_FLAGS := -std=c11 -D_GNU_SOURCE $(WARNINGS)
 cpu: train_gpt_fp8_cpu ## the program for machines without a GPU, ./train_gpt_fp8_cpu
 
 train_gpt_fp8_cpu: train_gpt_fp8.cu $(HEADERS) build/cpu.flags | need-mpi
+	$(CXX) $(CPU_FLAGS) -x c++ -o $@ $< $(MPI_LIBS) -lm
+
+test_gpt_fp8_cpu: $(MODEL_TEST) $(HEADERS) build/cpu.flags | need-mpi ## the tests of ops and model on the CPU floor
 	$(CXX) $(CPU_FLAGS) -x c++ -o $@ $< $(MPI_LIBS) -lm
 
 build/cpu.flags: FORCE
@@ -188,7 +192,7 @@ quickstart: ## from nothing to a trained model: set up, build, make a corpus, tr
 	@scripts/quickstart.sh $(DEVICE)
 
 clean: ## remove everything that was built; runs/ stays
-	rm -rf build train_gpt_fp8 train_gpt_fp8_cpu test_gpt_fp8 $(TOOLS)
+	rm -rf build train_gpt_fp8 train_gpt_fp8_cpu test_gpt_fp8 test_gpt_fp8_cpu $(TOOLS)
 
 help: ## this list
 	@grep -hE '^[a-z_0-9%-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | \

@@ -4,7 +4,7 @@
 //     make test_gpt_fp8 && ./test_gpt_fp8             nvcc: both floors in one binary, the GPU against the CPU floor
 //     ./test_gpt_fp8 ops_matmul                       only tests whose name contains the text
 //
-// Without a usable GPU the tests that need one are reported as skipped, with the reason. The same goes for tests against
+// Without a usable GPU the tests of the nvcc build that need one are skipped, with the reason. The same goes for tests against
 // the outside truth when its files are absent ($SHARED_DATA, default ../shared/data).
 
 // Everything that the program includes and that is no floor comes first, at global scope: the CPU floor is included
@@ -1116,6 +1116,9 @@ int main(int argc, char** argv) {
     for (int i = 0; i < ops::NUM_OP_TESTS + NUM_MODEL_TESTS; i++) {
         const NamedTest* test = i < ops::NUM_OP_TESTS ? &ops::op_tests[i] : &model_tests[i - ops::NUM_OP_TESTS];
         if (strstr(test->name, filter) == NULL) { continue; }
+#ifndef __CUDACC__
+        if (strstr(test->name, "_gpu") != NULL || strstr(test->name, "_cudnn") != NULL) { continue; } // of the other binary
+#endif
         unit_run_named(test->name, test->run);
     }
     if (ops::op_floors.skip == NULL) {

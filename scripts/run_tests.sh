@@ -118,9 +118,10 @@ fi
 
 part wall scripts/check_wall.sh
 part host host_tests
-if make --no-print-directory -s -j2 cpu tools >"$logs/build.log" 2>&1; then
+if make --no-print-directory -s -j2 cpu tools test_gpt_fp8_cpu >"$logs/build.log" 2>&1; then
     part scripts script_tests
     part cpu-program scripts/test_cpu_program.sh
+    part cpu-model ./test_gpt_fp8_cpu
 else
     part build sh -c "tail -n 40 '$logs/build.log'; echo '0 passed, 1 failed, 0 skipped'; exit 1"
 fi
