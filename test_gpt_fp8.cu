@@ -1,11 +1,12 @@
-// Tests of train_gpt_fp8: every op, and the whole model. It includes the program, so it tests the very lines that train.
+// Tests of train_gpt_fp8: every op, and the whole model. It includes the program, so it tests the very lines that
+// train.
 //
 //     make test_gpt_fp8_cpu && ./test_gpt_fp8_cpu     g++: the CPU floor; what CI runs
 //     make test_gpt_fp8 && ./test_gpt_fp8             nvcc: both floors in one binary, the GPU against the CPU floor
 //     ./test_gpt_fp8 ops_matmul                       only tests whose name contains the text
 //
-// Without a usable GPU the tests of the nvcc build that need one are skipped, with the reason. The same goes for tests against
-// the outside truth when its files are absent ($SHARED_DATA, default ../shared/data).
+// Without a usable GPU the tests of the nvcc build that need one are skipped, with the reason. The same goes for tests
+// against the outside truth when its files are absent ($SHARED_DATA, default ../shared/data).
 
 // Everything that the program includes and that is no floor comes first, at global scope: the CPU floor is included
 // inside a namespace, where the guards of these headers then keep them out.
@@ -82,13 +83,14 @@ static const Floor* gpu_floor(const char** why) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
-        snprintf(reason, sizeof(reason), "no usable GPU: %s", status != cudaSuccess ? cudaGetErrorString(status) : "none found");
+        snprintf(reason, sizeof(reason), "no usable GPU: %s",
+                 status != cudaSuccess ? cudaGetErrorString(status) : "none found");
         return NULL;
     }
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess || properties.major != 9) {
-        snprintf(reason, sizeof(reason), "no usable GPU: %s has compute capability %d.%d, want 9.0 (Hopper)", properties.name,
-                 properties.major, properties.minor);
+        snprintf(reason, sizeof(reason), "no usable GPU: %s has compute capability %d.%d, want 9.0 (Hopper)",
+                 properties.name, properties.major, properties.minor);
         return NULL;
     }
     return &probe_floor;
@@ -109,7 +111,8 @@ enum { CPU_THREADS = 1 };
 // how far a whole model may be off: rounding errors counted through its depth
 //
 // Everything is relative to the size of the tensor that the error is in, in root mean square, so independent errors add
-// in squares. One rounding to m bits of mantissa is off by 2^-m / sqrt(12) of the binade's start; weighted over a binade,
+// in squares. One rounding to m bits of mantissa is off by 2^-m / sqrt(12) of the binade's start; weighted over a
+// binade,
 //     u(m) = 2^-m sqrt(1/12) / sqrt(7/3) = 0.189 * 2^-m        BF16 1.5e-3, E4M3 2.4e-2, E5M2 4.7e-2
 // A product over K with independent errors in its terms is off by as much as one term, whatever K: a linear layer with
 // quantised input and weight by sqrt(2) u(3).
@@ -117,15 +120,15 @@ enum { CPU_THREADS = 1 };
 // Forward. The residual stream passes 2L sub-blocks (attention, MLP); each adds a branch, taken to be as large as the
 // embedding was. S is the stream's energy, E its error's energy, both in units of the embedding's energy:
 //     S_0 = 1, E_0 = u(7)^2;     S_j = S_{j-1} + 1,     E_j = E_{j-1} + E_{j-1}/S_{j-1} + own + u(7)^2 S_j
-// i.e. what was there, the same passed through the branch, the branch's own roundings, and the store of the sum. own has
-// two linears in a row in FP8, 4 u(3)^2; and in BF16 7 roundings u(7)^2 (LayerNorm, linear, attention or GELU, linear,
-// both weights after the first update, one spare for P inside attention).
+// i.e. what was there, the same passed through the branch, the branch's own roundings, and the store of the sum. own
+// has two linears in a row in FP8, 4 u(3)^2; and in BF16 7 roundings u(7)^2 (LayerNorm, linear, attention or GELU,
+// linear, both weights after the first update, one spare for P inside attention).
 //     forward error in front of sub-block j:  f_j^2 = E_j / S_j;  of the logits: f_2L^2 + 2 u(7)^2
 //
 // Backward. The gradient stream starts with the logits' error and passes the sub-blocks downwards in the same way; own
-// has two dgrads in FP8, 2 (u(3)^2 + u(2)^2), or 6 roundings in BF16, and twice the forward error of that place (through
-// the LayerNorm's, GELU's and softmax's derivatives). A weight gradient adds its own operands: u(2)^2 (dy), u(3)^2 + f_j^2
-// (x), and one more dgrad for the first linear of a sub-block.
+// has two dgrads in FP8, 2 (u(3)^2 + u(2)^2), or 6 roundings in BF16, and twice the forward error of that place
+// (through the LayerNorm's, GELU's and softmax's derivatives). A weight gradient adds its own operands: u(2)^2 (dy),
+// u(3)^2 + f_j^2 (x), and one more dgrad for the first linear of a sub-block.
 //
 // It is an estimate of the worst case (branches as large as the stream), not a fit; `tight` in the tests says that no
 // more than 4x lies between it and the worst measured tensor.
@@ -138,14 +141,16 @@ static const double FP32_LIMIT = 1e-5;
 
 typedef struct {
     int L;
-    double logits;                    // of the centred logits
+    double logits; // of the centred logits
     double forward[MAX_SUB_BLOCKS + 1];
     double layer[MAX_SUB_BLOCKS / 2]; // any gradient of a tensor of that layer
     double bottom;                    // gradient of embeddings
     double top;                       // gradient of the final LayerNorm
 } ErrorModel;
 
-static double format_error(int mantissa_bits) { return ldexp(sqrt(1.0 / 12.0) / sqrt(7.0 / 3.0), -mantissa_bits); }
+static double format_error(int mantissa_bits) {
+    return ldexp(sqrt(1.0 / 12.0) / sqrt(7.0 / 3.0), -mantissa_bits);
+}
 
 static ErrorModel error_model(int L, Precision precision) {
     ErrorModel e = {};
@@ -213,12 +218,12 @@ static double expect_gradients(const char* what, const float* got, const float* 
         const TensorSpec* spec = &table->tensor[t];
         for (int l = 0; l < spec->layers; l++) {
             size_t at = spec->offset + (size_t)l * spec->n;
-            double threshold = factor * (t == TENSOR_WTE || t == TENSOR_WPE      ? e->bottom
+            double threshold = factor * (t == TENSOR_WTE || t == TENSOR_WPE     ? e->bottom
                                          : t == TENSOR_LNFW || t == TENSOR_LNFB ? e->top
                                                                                 : e->layer[l]);
             double distance = relative_distance(got + at, want + at, spec->n);
-            expect(distance <= threshold, "%s: gradient of %s, layer %d is %.3g off, want %.3g", what, spec->name, l, distance,
-                   threshold);
+            expect(distance <= threshold, "%s: gradient of %s, layer %d is %.3g off, want %.3g", what, spec->name, l,
+                   distance, threshold);
             worst = fmax(worst, distance / threshold);
         }
         size_t n = (size_t)spec->layers * spec->n;
@@ -227,7 +232,8 @@ static double expect_gradients(const char* what, const float* got, const float* 
             threshold = fmax(threshold, e->layer[l]);
         }
         threshold = factor * fmax(threshold, fmax(e->bottom, e->top));
-        expect(distance <= threshold, "%s: gradient of %s is %.3g off, want %.3g", what, spec->name, distance, threshold);
+        expect(distance <= threshold, "%s: gradient of %s is %.3g off, want %.3g", what, spec->name, distance,
+               threshold);
     }
     return worst;
 }
@@ -305,9 +311,9 @@ static int truth_load(Truth* truth, Arena* arena) {
 }
 
 // Thresholds of the training steps, from the same error model. An error of the logits of e * sigma (sigma: their
-// deviation within a row) moves a token's loss by as much (rms), plus half its square (curvature of the softmax); errors
-// of BT tokens are independent, so the mean moves by 1/sqrt(BT) of that: 3 deviations are allowed. The norm: independent
-// errors add e^2 / 2, their part along the gradient averages out over tokens.
+// deviation within a row) moves a token's loss by as much (rms), plus half its square (curvature of the softmax);
+// errors of BT tokens are independent, so the mean moves by 1/sqrt(BT) of that: 3 deviations are allowed. The norm:
+// independent errors add e^2 / 2, their part along the gradient averages out over tokens.
 typedef struct {
     double token_loss, mean_loss, norm;
 } StepThresholds;
@@ -330,8 +336,8 @@ static StepThresholds step_thresholds(const ErrorModel* e, double sigma, double 
 // of their own size s (to first order: sum of gradient times rounding error).
 //   stochastic rounding, and E4M3 (masters start anywhere between its values): unbiased, a weight that has moved by d
 //   crosses one step of s with probability d/s: variance at most min(k lr s, s^2/4); 3 deviations
-//   BF16 to nearest: all masters start on BF16 values and hide the same share of their first moves until they cross half
-//   a step; moves in later steps hide others. At most one update's worth: sum |g| min(lr, s/2)
+//   BF16 to nearest: all masters start on BF16 values and hide the same share of their first moves until they cross
+//   half a step; moves in later steps hide others. At most one update's worth: sum |g| min(lr, s/2)
 static double copies_threshold(const Truth* truth, int k, Precision precision, int to_nearest) {
     double variance = 0.0, bias = 0.0, lr = 1e-4;
     for (int i = 0; i < NUM_TENSORS && precision != PRECISION_FP32 && k > 0; i++) {
@@ -363,8 +369,8 @@ static void truth_case(const Floor* floor, const char* flags_of_run, Precision p
     char flags[512];
     snprintf(flags, sizeof(flags),
              "%s --num-layers %d --channels %d --num-heads %d --vocab-size %d --max-seq-len %d --batch-size %d "
-             "--seq-len %d --beta1 0.9 --beta2 0.95 --eps 1e-8 --weight-decay 0.1 --grad-clip 1", flags_of_run,
-             c->num_layers, c->channels, c->num_heads, c->vocab_size, c->max_seq_len, truth.B, truth.T);
+             "--seq-len %d --beta1 0.9 --beta2 0.95 --eps 1e-8 --weight-decay 0.1 --grad-clip 1",
+             flags_of_run, c->num_layers, c->channels, c->num_heads, c->vocab_size, c->max_seq_len, truth.B, truth.T);
     void* session = floor->open(flags, truth.weights, truth.tokens, (int)BT + 1, 0);
     float *all = arena_floats(&arena, BT * V), *logits = arena_floats(&arena, n);
     float *losses = arena_floats(&arena, BT), *grads = arena_floats(&arena, N);
@@ -389,13 +395,16 @@ static void truth_case(const Floor* floor, const char* flags_of_run, Precision p
     for (size_t i = 0; i < BT; i++) {
         squares += pow((double)losses[i] - (double)truth.losses[i], 2) / (double)BT;
     }
-    expect(sqrt(squares) <= allowed.token_loss, "losses are %.3g off (rms), want %.3g", sqrt(squares), allowed.token_loss);
+    expect(sqrt(squares) <= allowed.token_loss, "losses are %.3g off (rms), want %.3g", sqrt(squares),
+           allowed.token_loss);
     double worst = 0.0, worst_loss = 0.0;
     for (int k = 0; k < truth.num_steps; k++) {
         HostStep step = floor->step(session, 1e-4f);
-        double copies = copies_threshold(&truth, k, precision, to_nearest), lag = 0.0; // hidden updates: one step behind
+        double copies = copies_threshold(&truth, k, precision, to_nearest),
+               lag = 0.0; // hidden updates: one step behind
         if (k > 0 && to_nearest) { lag = fabs(truth.step_norm[k - 1] / truth.step_norm[k] - 1.0); }
-        double off = fabs((double)step.loss - truth.step_loss[k]), norm = fabs((double)step.grad_norm / truth.step_norm[k] - 1.0);
+        double off = fabs((double)step.loss - truth.step_loss[k]),
+               norm = fabs((double)step.grad_norm / truth.step_norm[k] - 1.0);
         expect(step.skipped == 0, "step %d was skipped", k);
         expect(off <= allowed.mean_loss + copies, "step %d: loss %.6f, want %.6f +- %.3g", k, (double)step.loss,
                truth.step_loss[k], allowed.mean_loss + copies);
@@ -409,16 +418,26 @@ static void truth_case(const Floor* floor, const char* flags_of_run, Precision p
     }
     expect(fabs(truth.mean_loss - truth.step_loss[0]) < 1e-9, "the reference file disagrees with itself");
     floor->close(session);
-    printf("    %s %s: centred logits %.2g of %.2g allowed, gradients %.0f%%, ten steps' losses %.0f%% of the allowed error\n",
+    printf("    %s %s: centred logits %.2g of %.2g allowed, gradients %.0f%%, ten steps' losses %.0f%% of the allowed "
+           "error\n",
            floor->name, flags_of_run, distance, e.logits, 100.0 * worst, 100.0 * worst_loss);
-    expect(precision == PRECISION_FP32 || worst > 0.25, "the thresholds are loose: nothing takes more than %.2f of its own", worst);
+    expect(precision == PRECISION_FP32 || worst > 0.25,
+           "the thresholds are loose: nothing takes more than %.2f of its own", worst);
     arena_free(&arena);
 }
 
-static void truth_fp32_cpu(void) { truth_case(cpu_floor, "--precision fp32", PRECISION_FP32); }
-static void truth_bf16_cpu(void) { truth_case(cpu_floor, "--precision bf16", PRECISION_BF16); }
-static void truth_bf16_nearest_cpu(void) { truth_case(cpu_floor, "--precision bf16 --param-rounding nearest", PRECISION_BF16); }
-static void truth_fp8_cpu(void) { truth_case(cpu_floor, "--precision fp8", PRECISION_FP8); }
+static void truth_fp32_cpu(void) {
+    truth_case(cpu_floor, "--precision fp32", PRECISION_FP32);
+}
+static void truth_bf16_cpu(void) {
+    truth_case(cpu_floor, "--precision bf16", PRECISION_BF16);
+}
+static void truth_bf16_nearest_cpu(void) {
+    truth_case(cpu_floor, "--precision bf16 --param-rounding nearest", PRECISION_BF16);
+}
+static void truth_fp8_cpu(void) {
+    truth_case(cpu_floor, "--precision fp8", PRECISION_FP8);
+}
 
 // Does the GPU floor have cuDNN's attention?
 static int has_cudnn(void) {
@@ -437,10 +456,18 @@ static void truth_on_gpu(const char* flags, Precision precision) {
         truth_case(gpu, flags, precision);
     }
 }
-static void truth_bf16_gpu(void) { truth_on_gpu("--attention builtin --precision bf16", PRECISION_BF16); }
-static void truth_fp8_gpu(void) { truth_on_gpu("--attention builtin --precision fp8", PRECISION_FP8); }
-static void truth_bf16_cudnn_gpu(void) { truth_on_gpu("--attention cudnn --precision bf16", PRECISION_BF16); }
-static void truth_fp8_cudnn_gpu(void) { truth_on_gpu("--attention cudnn --precision fp8", PRECISION_FP8); }
+static void truth_bf16_gpu(void) {
+    truth_on_gpu("--attention builtin --precision bf16", PRECISION_BF16);
+}
+static void truth_fp8_gpu(void) {
+    truth_on_gpu("--attention builtin --precision fp8", PRECISION_FP8);
+}
+static void truth_bf16_cudnn_gpu(void) {
+    truth_on_gpu("--attention cudnn --precision bf16", PRECISION_BF16);
+}
+static void truth_fp8_cudnn_gpu(void) {
+    truth_on_gpu("--attention cudnn --precision fp8", PRECISION_FP8);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // small random models, with branches as large as the stream, so that every room of the model matters
@@ -454,10 +481,14 @@ typedef struct {
 static const SmallModel small_models[] = {
     {"--attention builtin --num-layers 2 --channels 128 --num-heads 2 --vocab-size 300 --max-seq-len 64 --batch-size 4 "
      "--seq-len 64",
-     {64, 300, 384, 2, 2, 128}, 4, 64},
+     {64, 300, 384, 2, 2, 128},
+     4,
+     64},
     {"--attention builtin --num-layers 3 --channels 96 --num-heads 2 --vocab-size 257 --max-seq-len 100 --batch-size 2 "
      "--seq-len 80",
-     {100, 257, 384, 3, 2, 96}, 2, 80},
+     {100, 257, 384, 3, 2, 96},
+     2,
+     80},
 };
 
 // Weights in llm.c's order: linears of deviation 1/sqrt(inputs), position embeddings 1, token embeddings such that the
@@ -467,14 +498,15 @@ static float* random_weights(Arena* arena, const GptConfig* config, uint64_t see
     float* w = arena_floats(arena, table.num_parameters);
     for (int t = 0; t < NUM_TENSORS; t++) {
         const TensorSpec* spec = &table.tensor[t];
-        double deviation = spec->is_linear ? 1.0 / sqrt((double)spec->cols)
+        double deviation = spec->is_linear   ? 1.0 / sqrt((double)spec->cols)
                            : t == TENSOR_WPE ? 1.0
                            : t == TENSOR_WTE ? 1.5 / sqrt((double)spec->cols)
                                              : 0.1;
         double mean = spec->init == INIT_ONE ? 1.0 : 0.0;
         for (size_t i = 0; i < spec->layers * spec->n; i++) {
             int padding = t == TENSOR_WTE && i >= (size_t)config->vocab_size * spec->cols;
-            w[spec->offset + i] = padding ? 0.0f : bf16_round((float)(mean + deviation * rng_normal(seed, (uint64_t)t, i)));
+            w[spec->offset + i] =
+                padding ? 0.0f : bf16_round((float)(mean + deviation * rng_normal(seed, (uint64_t)t, i)));
         }
     }
     return w;
@@ -482,10 +514,10 @@ static float* random_weights(Arena* arena, const GptConfig* config, uint64_t see
 
 // What one session leaves behind.
 typedef struct {
-    float *logits, *losses;   // of the first batch with the initial weights
-    float* grads;             // of the first step
+    float *logits, *losses; // of the first batch with the initial weights
+    float* grads;           // of the first step
     HostStep step[64];
-    float *master, *m, *v;    // at the end
+    float *master, *m, *v; // at the end
     ScaleSlot* slots;
     int num_slots;
 } Trace;
@@ -531,8 +563,8 @@ static void expect_same_traces(const char* what, const Trace* a, const Trace* b,
     expect(memcmp(a->step, b->step, (size_t)num_steps * sizeof(HostStep)) == 0, "%s: steps differ", what);
     expect(memcmp(a->master, b->master, bytes) == 0, "%s: weights differ", what);
     expect(memcmp(a->m, b->m, bytes) == 0 && memcmp(a->v, b->v, bytes) == 0, "%s: moments differ", what);
-    expect(a->num_slots == b->num_slots && same_slots(a->slots, b->slots, a->num_slots),
-           "%s: scale slots differ", what);
+    expect(a->num_slots == b->num_slots && same_slots(a->slots, b->slots, a->num_slots), "%s: scale slots differ",
+           what);
 }
 
 // The variants of a run that change which tensors are quantised, and how.
@@ -553,20 +585,22 @@ static const Variant variants[] = {
 enum { NUM_VARIANTS = 6 };
 
 // A run against FP32 on the CPU floor: within the error model. Returns the share of the limit that is used.
-static double expect_near_fp32(const char* what, const Trace* got, const Trace* truth, const SmallModel* s, Precision precision,
-                               double factor) {
+static double expect_near_fp32(const char* what, const Trace* got, const Trace* truth, const SmallModel* s,
+                               Precision precision, double factor) {
     ParameterTable table = parameter_table(s->config);
     size_t BT = (size_t)s->B * s->T, V = (size_t)s->config.vocab_size;
     ErrorModel e = error_model(s->config.num_layers, precision);
     double logits = relative_distance(got->logits, truth->logits, BT * V), z = factor * e.logits * 1.5;
     expect(logits <= factor * e.logits, "%s: logits are %.3g off, want %.3g", what, logits, factor * e.logits);
-    double off = fabs((double)got->step[0].loss - (double)truth->step[0].loss), allowed = 3.0 * z / sqrt((double)BT) + 0.5 * z * z;
-    expect(off <= allowed, "%s: loss %.6f, want %.6f +- %.3g", what, (double)got->step[0].loss, (double)truth->step[0].loss, allowed);
+    double off = fabs((double)got->step[0].loss - (double)truth->step[0].loss),
+           allowed = 3.0 * z / sqrt((double)BT) + 0.5 * z * z;
+    expect(off <= allowed, "%s: loss %.6f, want %.6f +- %.3g", what, (double)got->step[0].loss,
+           (double)truth->step[0].loss, allowed);
     return expect_gradients(what, got->grads, truth->grads, &table, &e, factor);
 }
 
-// Where ten updates lead. Adam moves every weight by about lr in the direction of its gradient's sign; a gradient that is
-// off by e (relative, independent) has the wrong sign in a share e/pi of the elements, each of which is then off by
+// Where ten updates lead. Adam moves every weight by about lr in the direction of its gradient's sign; a gradient that
+// is off by e (relative, independent) has the wrong sign in a share e/pi of the elements, each of which is then off by
 // twice its move: sqrt(4 e / pi) of the movement. Returns the share of that.
 static double expect_near_weights(const char* what, const Trace* got, const Trace* want, const float* start,
                                   const SmallModel* s, Precision precision, double factor) {
@@ -592,11 +626,11 @@ static void variants_near_fp32_cpu(void) {
             Trace t = trace_of(&arena, cpu_floor, s, variants[k].flags, SMALL_STEPS, CPU_THREADS);
             double worst = expect_near_fp32(variants[k].flags, &t, &truth, s, variants[k].precision, 1.0);
             double weights = expect_near_weights(variants[k].flags, &t, &truth, start, s, variants[k].precision, 1.0);
-            expect(k > 1 || (worst > 0.25 && weights > 0.1), "%s: the thresholds are loose: gradients %.2f, weights %.2f",
-                   variants[k].flags, worst, weights);
+            expect(k > 1 || (worst > 0.25 && weights > 0.1),
+                   "%s: the thresholds are loose: gradients %.2f, weights %.2f", variants[k].flags, worst, weights);
             if (i == 0) {
-                printf("    %s: gradients %.0f%%, weights after %d steps %.0f%% of the allowed error\n", variants[k].flags,
-                       100.0 * worst, SMALL_STEPS, 100.0 * weights);
+                printf("    %s: gradients %.0f%%, weights after %d steps %.0f%% of the allowed error\n",
+                       variants[k].flags, 100.0 * worst, SMALL_STEPS, 100.0 * weights);
             }
         }
         arena_free(&arena);
@@ -611,20 +645,26 @@ static void variants_slots_cpu(void) {
         int current = strstr(variants[k].flags, "current") != NULL, warming = 0;
         for (int i = 0; i < t.num_slots; i++) {
             int layer = i / 12, linear = i / 3 % 4, is_weight = i % 3 == 1;
-            int wide = layer < variants[k].first_fp8_layer || layer > variants[k].last_fp8_layer ||
-                       (strstr(variants[k].flags, "qkv,fcproj") != NULL && (linear == 0 || linear == 3)) ||
-                       (strstr(variants[k].flags, "proj,fc ") != NULL) ||
-                       (strcmp(variants[k].flags, "--precision fp8 --bf16-ops proj,fc") == 0 && (linear == 1 || linear == 2));
+            int wide =
+                layer < variants[k].first_fp8_layer || layer > variants[k].last_fp8_layer ||
+                (strstr(variants[k].flags, "qkv,fcproj") != NULL && (linear == 0 || linear == 3)) ||
+                (strstr(variants[k].flags, "proj,fc ") != NULL) ||
+                (strcmp(variants[k].flags, "--precision fp8 --bf16-ops proj,fc") == 0 && (linear == 1 || linear == 2));
             SlotPolicy want = wide ? SLOT_UNUSED : is_weight ? SLOT_WEIGHT : current ? SLOT_JUST_IN_TIME : SLOT_DELAYED;
             const ScaleSlot* slot = &t.slots[i];
-            expect(slot->policy == want, "%s: slot %d has policy %d, want %d", variants[k].flags, i, slot->policy, (int)want);
+            expect(slot->policy == want, "%s: slot %d has policy %d, want %d", variants[k].flags, i, slot->policy,
+                   (int)want);
             int counted = wide || is_weight ? 0 : 3;
-            expect(slot->count == counted, "%s: slot %d holds %d amaxes, want %d", variants[k].flags, i, slot->count, counted);
-            expect(slot->warmup == AMAX_WARMUP - counted, "%s: slot %d warms up for %d", variants[k].flags, i, slot->warmup);
-            expect(wide || (slot->scale > 0.0f && slot->scale != 1.0f), "%s: slot %d never got a scale", variants[k].flags, i);
+            expect(slot->count == counted, "%s: slot %d holds %d amaxes, want %d", variants[k].flags, i, slot->count,
+                   counted);
+            expect(slot->warmup == AMAX_WARMUP - counted, "%s: slot %d warms up for %d", variants[k].flags, i,
+                   slot->warmup);
+            expect(wide || (slot->scale > 0.0f && slot->scale != 1.0f), "%s: slot %d never got a scale",
+                   variants[k].flags, i);
             warming += !wide && !is_weight;
         }
-        expect(t.step[2].slots_warming == warming, "%s: %d slots warming, want %d", variants[k].flags, t.step[2].slots_warming, warming);
+        expect(t.step[2].slots_warming == warming, "%s: %d slots warming, want %d", variants[k].flags,
+               t.step[2].slots_warming, warming);
     }
     arena_free(&arena);
 }
@@ -638,8 +678,9 @@ static void same_bits_twice_cpu(void) {
         Trace c = trace_of(&arena, cpu_floor, s, variants[k].flags, SMALL_STEPS, 2);
         expect_same_traces("two runs", &a, &b, s, SMALL_STEPS);
         expect_same_traces("one thread and two", &a, &c, s, SMALL_STEPS);
-        expect((double)a.step[SMALL_STEPS - 1].loss < (double)a.step[0].loss - 0.05, "%s: the loss went from %g to %g in %d steps",
-               variants[k].flags, (double)a.step[0].loss, (double)a.step[SMALL_STEPS - 1].loss, SMALL_STEPS);
+        expect((double)a.step[SMALL_STEPS - 1].loss < (double)a.step[0].loss - 0.05,
+               "%s: the loss went from %g to %g in %d steps", variants[k].flags, (double)a.step[0].loss,
+               (double)a.step[SMALL_STEPS - 1].loss, SMALL_STEPS);
     }
     arena_free(&arena);
 }
@@ -648,8 +689,9 @@ static void same_bits_twice_cpu(void) {
 // GPU against CPU floor
 //
 // Both round in the same places, but add in different orders, so now and then a value falls on the other side of a
-// rounding boundary, and everything behind it differs. With depth that ends where two independent roundings of one truth
-// are: sqrt(2) times the error model, the limit used here. Near the input it is far less, which the op tests check.
+// rounding boundary, and everything behind it differs. With depth that ends where two independent roundings of one
+// truth are: sqrt(2) times the error model, the limit used here. Near the input it is far less, which the op tests
+// check.
 
 static void gpu_variants_near_cpu(const char* accumulation, int num_variants) {
     for (int i = 0; i < 2; i++) {
@@ -665,10 +707,12 @@ static void gpu_variants_near_cpu(const char* accumulation, int num_variants) {
             Trace again = trace_of(&arena, gpu, s, flags, SMALL_STEPS, 0);
             expect_same_traces(flags, &got, &again, s, SMALL_STEPS);
             double worst = expect_near_fp32(flags, &got, &want, s, variants[k].precision, sqrt(2.0));
-            printf("    GPU, %s: gradients up to %.0f%% of their limit, losses after %d steps %.6f, CPU floor %.6f\n", flags, 100.0 * worst,
-                   SMALL_STEPS, (double)got.step[SMALL_STEPS - 1].loss, (double)want.step[SMALL_STEPS - 1].loss);
+            printf("    GPU, %s: gradients up to %.0f%% of their limit, losses after %d steps %.6f, CPU floor %.6f\n",
+                   flags, 100.0 * worst, SMALL_STEPS, (double)got.step[SMALL_STEPS - 1].loss,
+                   (double)want.step[SMALL_STEPS - 1].loss);
             ErrorModel e = error_model(s->config.num_layers, variants[k].precision);
-            // what hides in BF16 copies hides on both floors; what is left is noise of the updates: g relative to the drop
+            // what hides in BF16 copies hides on both floors; what is left is noise of the updates: g relative to the
+            // drop
             double g = sqrt(2.0) * fmax(e.bottom, e.layer[0]), z = sqrt(2.0) * e.logits * 1.5, BT = (double)s->B * s->T;
             for (int step = 0; step < SMALL_STEPS; step++) {
                 double drop = fabs((double)want.step[0].loss - (double)want.step[step].loss);
@@ -678,9 +722,11 @@ static void gpu_variants_near_cpu(const char* accumulation, int num_variants) {
                        (double)got.step[step].loss, (double)want.step[step].loss, allowed);
                 double norm = fabs((double)got.step[step].grad_norm / (double)want.step[step].grad_norm - 1.0);
                 double moved = fabs((double)want.step[step].grad_norm / (double)want.step[0].grad_norm - 1.0);
-                expect(norm <= 3.0 * g / sqrt(BT) + 0.5 * g * g + g * moved, "%s: step %d: norm %.6f, the CPU floor has %.6f", flags,
-                       step, (double)got.step[step].grad_norm, (double)want.step[step].grad_norm);
-                expect(got.step[step].slots_warming == want.step[step].slots_warming, "%s: step %d: slots warming", flags, step);
+                expect(norm <= 3.0 * g / sqrt(BT) + 0.5 * g * g + g * moved,
+                       "%s: step %d: norm %.6f, the CPU floor has %.6f", flags, step, (double)got.step[step].grad_norm,
+                       (double)want.step[step].grad_norm);
+                expect(got.step[step].slots_warming == want.step[step].slots_warming, "%s: step %d: slots warming",
+                       flags, step);
             }
             expect_near_weights(flags, &got, &want, start, s, variants[k].precision, sqrt(2.0));
         }
@@ -725,7 +771,8 @@ static void finite_differences_fp32(void) {
     ParameterTable table = parameter_table(s->config);
     size_t BT = (size_t)s->B * s->T, N = table.num_parameters;
     Trace t = trace_of(&arena, cpu_floor, s, "--precision fp32", 1, CPU_THREADS);
-    float *weights = random_weights(&arena, &s->config, 1), *moved = arena_floats(&arena, N), *losses = arena_floats(&arena, BT);
+    float *weights = random_weights(&arena, &s->config, 1), *moved = arena_floats(&arena, N),
+          *losses = arena_floats(&arena, BT);
     int num_tokens = (int)BT * 7 + 1;
     int* tokens = random_ints(&arena, (size_t)num_tokens, s->config.vocab_size, 77);
     char flags[512];
@@ -744,7 +791,8 @@ static void finite_differences_fp32(void) {
         norm = sqrt(norm);
         expect(norm > 1e-3, "%s, layer %d has no gradient", spec->name, layer);
         for (int single = 0; single < 2; single++) {
-            double slope = single ? (double)t.grads[largest] : norm, step = single ? 1e-2 : 1e-2 / fmax(1.0, norm), loss[2];
+            double slope = single ? (double)t.grads[largest] : norm, step = single ? 1e-2 : 1e-2 / fmax(1.0, norm),
+                   loss[2];
             for (int side = 0; side < 2; side++) {
                 double by = side ? -step : step;
                 memcpy(moved, weights, N * sizeof(float));
@@ -756,8 +804,9 @@ static void finite_differences_fp32(void) {
             }
             // FP32 leaves 1e-7 of noise in the loss, the third derivative some step^2 of the slope
             double measured = (loss[0] - loss[1]) / (2.0 * step), allowed = 0.01 * fabs(slope) + 2e-7 / step;
-            expect(fabs(measured - slope) <= allowed, "%s, layer %d, %s: the loss has slope %.6g, the gradient says %.6g", spec->name,
-                   layer, single ? "one parameter" : "along the gradient", measured, slope);
+            expect(fabs(measured - slope) <= allowed,
+                   "%s, layer %d, %s: the loss has slope %.6g, the gradient says %.6g", spec->name, layer,
+                   single ? "one parameter" : "along the gradient", measured, slope);
         }
     }
     cpu_floor->close(session);
@@ -769,7 +818,8 @@ static void padding_stays_zero(void) {
     Arena arena = {};
     const SmallModel* s = &small_models[0];
     Trace t = trace_of(&arena, cpu_floor, s, "--precision fp8", SMALL_STEPS, CPU_THREADS);
-    size_t first = (size_t)s->config.vocab_size * s->config.channels, last = (size_t)s->config.padded_vocab_size * s->config.channels;
+    size_t first = (size_t)s->config.vocab_size * s->config.channels,
+           last = (size_t)s->config.padded_vocab_size * s->config.channels;
     for (size_t i = first; i < last; i++) {
         expect(t.grads[i] == 0.0f && t.master[i] == 0.0f, "padding element %zu: gradient %g, weight %g", i - first,
                (double)t.grads[i], (double)t.master[i]);
@@ -788,7 +838,8 @@ static void decay_on_matrices_only(void) {
     for (int t = 0; t < NUM_TENSORS; t++) {
         const TensorSpec* spec = &table.tensor[t];
         for (size_t i = spec->offset; i < spec->offset + spec->layers * spec->n; i++) {
-            double pull = spec->rows > 1 ? 1e-3 * 10.0 * (double)start[i] : 0.0, got = (double)without.master[i] - (double)with.master[i];
+            double pull = spec->rows > 1 ? 1e-3 * 10.0 * (double)start[i] : 0.0,
+                   got = (double)without.master[i] - (double)with.master[i];
             expect(fabs(got - pull) <= (spec->rows > 1 ? 1e-6 : 0.0), "%s[%zu]: decay pulls by %g, want %g", spec->name,
                    i - spec->offset, got, pull);
         }
@@ -818,24 +869,27 @@ static void delayed_scaling_on(const Floor* floor) {
         // the bytes of the last step were written with the scale of the ring as it was before that step
         float newest = scale_slot_ring_amax(slot, ScaleRecipe{4, AMAX_MOST_RECENT, 1, 1.0f});
         double used = 1.0 / (double)slot->descale, jit = (double)scale_from_amax(newest, 0.0f, slot->fp8_max, recipe);
-        expect(used > 0.5 * jit && used < 2.0 * jit, "slot %d: written with scale %g, its own amax asks for %g", i, used, jit);
+        expect(used > 0.5 * jit && used < 2.0 * jit, "slot %d: written with scale %g, its own amax asks for %g", i,
+               used, jit);
     }
     int warm = memcmp(&delayed.step[AMAX_WARMUP - 1].loss, &current.step[AMAX_WARMUP - 1].loss, sizeof(float)) == 0;
     expect(warm, "until the end of the warm-up both recipes are one");
-    expect(delayed.step[AMAX_WARMUP - 1].slots_warming == 0 && current.step[STEPS - 1].slots_warming == 16, "slots warming: %d, %d",
-           delayed.step[AMAX_WARMUP - 1].slots_warming, current.step[STEPS - 1].slots_warming);
+    expect(delayed.step[AMAX_WARMUP - 1].slots_warming == 0 && current.step[STEPS - 1].slots_warming == 16,
+           "slots warming: %d, %d", delayed.step[AMAX_WARMUP - 1].slots_warming, current.step[STEPS - 1].slots_warming);
     expect(memcmp(delayed.master, current.master, parameter_table(s->config).num_parameters * sizeof(float)) != 0,
            "delayed scaling never took over");
     // a scale that is off by a factor does not change the relative rounding error of FP8, only which way values round
     ErrorModel e = error_model(s->config.num_layers, PRECISION_FP8);
     double z = sqrt(2.0) * e.logits * 1.5, allowed = 3.0 * z / sqrt((double)s->B * s->T) + 0.5 * z * z;
     double off = fabs((double)delayed.step[STEPS - 1].loss - (double)current.step[STEPS - 1].loss);
-    expect(off <= allowed, "after %d steps the losses are %.6f and %.6f", (int)STEPS, (double)delayed.step[STEPS - 1].loss,
-           (double)current.step[STEPS - 1].loss);
+    expect(off <= allowed, "after %d steps the losses are %.6f and %.6f", (int)STEPS,
+           (double)delayed.step[STEPS - 1].loss, (double)current.step[STEPS - 1].loss);
     arena_free(&arena);
 }
 
-static void delayed_scaling_cpu(void) { delayed_scaling_on(cpu_floor); }
+static void delayed_scaling_cpu(void) {
+    delayed_scaling_on(cpu_floor);
+}
 static void delayed_scaling_gpu(void) {
     if (gpu == NULL) {
         unit_skip(gpu_missing);
@@ -849,7 +903,8 @@ static void accumulation_equals_one_batch(void) {
     Arena arena = {};
     SmallModel s = small_models[0];
     ParameterTable table = parameter_table(s.config);
-    const char* format = "--num-layers 2 --channels 128 --num-heads 2 --vocab-size 300 --max-seq-len 64 --batch-size %d --seq-len 64";
+    const char* format =
+        "--num-layers 2 --channels 128 --num-heads 2 --vocab-size 300 --max-seq-len 64 --batch-size %d --seq-len 64";
     float* weights = random_weights(&arena, &s.config, 1);
     int* tokens = random_ints(&arena, 257, s.config.vocab_size, 77);
     float* grads[3];
@@ -894,8 +949,8 @@ static void expect_same_state(const char* what, const Snapshot* a, const Snapsho
     expect(memcmp(a->m, b->m, bytes) == 0 && memcmp(a->v, b->v, bytes) == 0, "%s: moments moved", what);
 }
 
-// A NaN in what the passes read: the step is skipped, not one bit of the weights or moments moves, the slots that saw it
-// warm up again, and when the damage is gone the next step trains.
+// A NaN in what the passes read: the step is skipped, not one bit of the weights or moments moves, the slots that saw
+// it warm up again, and when the damage is gone the next step trains.
 static void nan_is_skipped_on(const Floor* floor, const char* precision) {
     Arena arena = {};
     const SmallModel* s = &small_models[0];
@@ -903,7 +958,8 @@ static void nan_is_skipped_on(const Floor* floor, const char* precision) {
     int BT = s->B * s->T, fp8 = strstr(precision, "fp8") != NULL;
     char flags[512];
     snprintf(flags, sizeof(flags), "%s --precision %s", s->shape, precision);
-    int* tokens = random_ints(&arena, (size_t)BT + 1, s->config.vocab_size, 77); // one window: every step the same batch
+    int* tokens =
+        random_ints(&arena, (size_t)BT + 1, s->config.vocab_size, 77); // one window: every step the same batch
     void* session = floor->open(flags, random_weights(&arena, &s->config, 1), tokens, BT + 1, CPU_THREADS);
     HostStep step = {};
     for (int k = 0; k < 18; k++) {
@@ -912,11 +968,12 @@ static void nan_is_skipped_on(const Floor* floor, const char* precision) {
         expect(step.slots_warming == warming, "step %d: %d slots warming, want %d", k, step.slots_warming, warming);
     }
     Snapshot before = snapshot(&arena, floor, session, table.num_parameters);
-    for (int bad = 0; bad < 2; bad++) { // twice in a row
+    for (int bad = 0; bad < 2; bad++) {                                                      // twice in a row
         float good = floor->poke(session, TENSOR_LN1W, (size_t)s->config.channels + 5, NAN); // layer 1
         HostStep skipped = floor->step(session, 1e-3f);
         floor->poke(session, TENSOR_LN1W, (size_t)s->config.channels + 5, good);
-        expect(skipped.skipped == 1 && !isfinite(skipped.loss), "a NaN step: skipped %d, loss %g", skipped.skipped, (double)skipped.loss);
+        expect(skipped.skipped == 1 && !isfinite(skipped.loss), "a NaN step: skipped %d, loss %g", skipped.skipped,
+               (double)skipped.loss);
         Snapshot after = snapshot(&arena, floor, session, table.num_parameters);
         expect_same_state("a skipped step", &before, &after);
         int warming = 0;
@@ -925,9 +982,11 @@ static void nan_is_skipped_on(const Floor* floor, const char* precision) {
             if (a->policy != SLOT_DELAYED) {
                 expect(a->scale == b->scale, "slot %d: scale %g, was %g", i, (double)a->scale, (double)b->scale);
             } else if (i / 12 == 0 && i % 3 == 0) { // the inputs of layer 0's linears come before the damage
-                expect(a->warmup == 0 && a->count == b->count + bad + 1, "slot %d was healthy: warmup %d", i, a->warmup);
+                expect(a->warmup == 0 && a->count == b->count + bad + 1, "slot %d was healthy: warmup %d", i,
+                       a->warmup);
             } else {
-                expect(a->warmup == AMAX_WARMUP && a->count == b->count, "slot %d saw NaN: warmup %d, count %d", i, a->warmup, a->count);
+                expect(a->warmup == AMAX_WARMUP && a->count == b->count, "slot %d saw NaN: warmup %d, count %d", i,
+                       a->warmup, a->count);
                 expect(a->scale == b->scale, "slot %d: scale %g, was %g", i, (double)a->scale, (double)b->scale);
             }
             warming += scale_slot_is_warming(a);
@@ -937,18 +996,23 @@ static void nan_is_skipped_on(const Floor* floor, const char* precision) {
     }
     for (int k = 0; k < AMAX_WARMUP; k++) {
         HostStep next = floor->step(session, 1e-3f);
-        expect(next.skipped == 0 && isfinite(next.loss) && next.loss < step.loss + 0.05f, "after the damage: skipped %d, loss %g, was %g",
-               next.skipped, (double)next.loss, (double)step.loss);
+        expect(next.skipped == 0 && isfinite(next.loss) && next.loss < step.loss + 0.05f,
+               "after the damage: skipped %d, loss %g, was %g", next.skipped, (double)next.loss, (double)step.loss);
         int healed = k == AMAX_WARMUP - 1 || !fp8;
-        expect((next.slots_warming == 0) == healed, "%d steps after the damage: %d slots warming", k + 1, next.slots_warming);
+        expect((next.slots_warming == 0) == healed, "%d steps after the damage: %d slots warming", k + 1,
+               next.slots_warming);
         step = next;
     }
     floor->close(session);
     arena_free(&arena);
 }
 
-static void nan_is_skipped_fp8_cpu(void) { nan_is_skipped_on(cpu_floor, "fp8"); }
-static void nan_is_skipped_bf16_cpu(void) { nan_is_skipped_on(cpu_floor, "bf16"); }
+static void nan_is_skipped_fp8_cpu(void) {
+    nan_is_skipped_on(cpu_floor, "fp8");
+}
+static void nan_is_skipped_bf16_cpu(void) {
+    nan_is_skipped_on(cpu_floor, "bf16");
+}
 static void nan_is_skipped_fp8_gpu(void) {
     if (gpu == NULL) {
         unit_skip(gpu_missing);
@@ -957,8 +1021,8 @@ static void nan_is_skipped_fp8_gpu(void) {
     }
 }
 
-// With just-in-time scales and the same batch every step, a damaged step leaves no trace at all: the run with one equals
-// the run without, bit for bit.
+// With just-in-time scales and the same batch every step, a damaged step leaves no trace at all: the run with one
+// equals the run without, bit for bit.
 static void nan_leaves_no_trace(void) {
     Arena arena = {};
     const SmallModel* s = &small_models[0];
@@ -1006,7 +1070,8 @@ static void validation_changes_nothing_on(const Floor* floor) {
             for (int k = 0; k < AMAX_WARMUP + 4; k++) {
                 if (looking) {
                     float loss = floor->validate(session, 2);
-                    expect(isfinite(loss) && loss == floor->validate(session, 2), "%s: validation is not repeatable", flags_of[i]);
+                    expect(isfinite(loss) && loss == floor->validate(session, 2), "%s: validation is not repeatable",
+                           flags_of[i]);
                 }
                 last[looking] = floor->step(session, 1e-3f);
             }
@@ -1024,7 +1089,9 @@ static void validation_changes_nothing_on(const Floor* floor) {
     }
 }
 
-static void validation_changes_nothing_cpu(void) { validation_changes_nothing_on(cpu_floor); }
+static void validation_changes_nothing_cpu(void) {
+    validation_changes_nothing_on(cpu_floor);
+}
 static void validation_changes_nothing_gpu(void) {
     if (gpu == NULL) {
         unit_skip(gpu_missing);
@@ -1033,7 +1100,8 @@ static void validation_changes_nothing_gpu(void) {
     }
 }
 
-// The validation loss is the mean of the losses that a forward pass finds, and of the step's own batch before an update.
+// The validation loss is the mean of the losses that a forward pass finds, and of the step's own batch before an
+// update.
 static void losses_agree(void) {
     const char* flags_of[] = {"--precision fp32", "--precision bf16", "--precision fp8"};
     for (int i = 0; i < 3; i++) {
@@ -1050,7 +1118,8 @@ static void losses_agree(void) {
         for (int k = 0; k < BT; k++) {
             mean += (double)losses[k] / BT;
         }
-        double validation = (double)cpu_floor->validate(session, 1), step = (double)cpu_floor->step(session, 1e-3f).loss;
+        double validation = (double)cpu_floor->validate(session, 1),
+               step = (double)cpu_floor->step(session, 1e-3f).loss;
         expect(fabs(validation - mean) < 1e-5, "%s: validation %.7f, want %.7f", flags_of[i], validation, mean);
         expect(fabs(step - mean) < 1e-5, "%s: step %.7f, want %.7f", flags_of[i], step, mean);
         expect(mean > 3.0 && mean < 9.0, "%s: a loss of %.3f for random weights", flags_of[i], mean);
@@ -1117,7 +1186,9 @@ int main(int argc, char** argv) {
         const NamedTest* test = i < ops::NUM_OP_TESTS ? &ops::op_tests[i] : &model_tests[i - ops::NUM_OP_TESTS];
         if (strstr(test->name, filter) == NULL) { continue; }
 #ifndef __CUDACC__
-        if (strstr(test->name, "_gpu") != NULL || strstr(test->name, "_cudnn") != NULL) { continue; } // of the other binary
+        if (strstr(test->name, "_gpu") != NULL || strstr(test->name, "_cudnn") != NULL) {
+            continue;
+        } // of the other binary
 #endif
         unit_run_named(test->name, test->run);
     }

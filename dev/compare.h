@@ -40,9 +40,15 @@ static inline void* arena_bytes(Arena* arena, size_t bytes) {
     return p;
 }
 
-static inline float* arena_floats(Arena* arena, size_t n) { return (float*)arena_bytes(arena, n * sizeof(float)); }
-static inline double* arena_doubles(Arena* arena, size_t n) { return (double*)arena_bytes(arena, n * sizeof(double)); }
-static inline uint8_t* arena_codes(Arena* arena, size_t n) { return (uint8_t*)arena_bytes(arena, n); }
+static inline float* arena_floats(Arena* arena, size_t n) {
+    return (float*)arena_bytes(arena, n * sizeof(float));
+}
+static inline double* arena_doubles(Arena* arena, size_t n) {
+    return (double*)arena_bytes(arena, n * sizeof(double));
+}
+static inline uint8_t* arena_codes(Arena* arena, size_t n) {
+    return (uint8_t*)arena_bytes(arena, n);
+}
 
 static inline void arena_free(Arena* arena) {
     for (int i = 0; i < arena->num_blocks; i++) {
@@ -115,11 +121,28 @@ static inline void transpose_codes(uint8_t* to, const uint8_t* from, size_t rows
 // one call of one op, on any floor
 
 typedef enum {
-    OP_EMBEDDING_FORWARD, OP_EMBEDDING_BACKWARD, OP_LAYERNORM_FORWARD, OP_LAYERNORM_BACKWARD,
-    OP_MATMUL_FORWARD, OP_MATMUL_DGRAD, OP_MATMUL_WGRAD, OP_ATTENTION_FORWARD, OP_ATTENTION_BACKWARD,
-    OP_GELU_FORWARD, OP_GELU_BACKWARD, OP_QUANTIZE_FORWARD, OP_QUANTIZE_BACKWARD, OP_QUANTIZE_WEIGHT,
-    OP_CLASSIFIER, OP_LOSS_ADD, OP_GLOBAL_NORM, OP_ADAMW_UPDATE, OP_PARAMS_FROM_MASTER,
-    OP_SCALE_SLOTS_GATHER, OP_SCALE_SLOTS_STEP, OP_BF16_ROUND_TRIP
+    OP_EMBEDDING_FORWARD,
+    OP_EMBEDDING_BACKWARD,
+    OP_LAYERNORM_FORWARD,
+    OP_LAYERNORM_BACKWARD,
+    OP_MATMUL_FORWARD,
+    OP_MATMUL_DGRAD,
+    OP_MATMUL_WGRAD,
+    OP_ATTENTION_FORWARD,
+    OP_ATTENTION_BACKWARD,
+    OP_GELU_FORWARD,
+    OP_GELU_BACKWARD,
+    OP_QUANTIZE_FORWARD,
+    OP_QUANTIZE_BACKWARD,
+    OP_QUANTIZE_WEIGHT,
+    OP_CLASSIFIER,
+    OP_LOSS_ADD,
+    OP_GLOBAL_NORM,
+    OP_ADAMW_UPDATE,
+    OP_PARAMS_FROM_MASTER,
+    OP_SCALE_SLOTS_GATHER,
+    OP_SCALE_SLOTS_STEP,
+    OP_BF16_ROUND_TRIP
 } OpName;
 
 typedef enum {
@@ -141,7 +164,7 @@ typedef struct {
     const char* name;
     ArgType type;
     ArgRole role;
-    void* host;        // n elements
+    void* host; // n elements
     size_t n;
     const char* alias; // name of the argument in whose memory this one lies; NULL: memory of its own
 } Arg;
@@ -198,9 +221,15 @@ static inline Arg* arg_find(const OpCall* call, const char* name) {
     return NULL;
 }
 
-static inline float* arg_floats(const OpCall* call, const char* name) { return (float*)arg_find(call, name)->host; }
-static inline uint8_t* arg_codes(const OpCall* call, const char* name) { return (uint8_t*)arg_find(call, name)->host; }
-static inline ScaleSlot* arg_slot(const OpCall* call, const char* name) { return (ScaleSlot*)arg_find(call, name)->host; }
+static inline float* arg_floats(const OpCall* call, const char* name) {
+    return (float*)arg_find(call, name)->host;
+}
+static inline uint8_t* arg_codes(const OpCall* call, const char* name) {
+    return (uint8_t*)arg_find(call, name)->host;
+}
+static inline ScaleSlot* arg_slot(const OpCall* call, const char* name) {
+    return (ScaleSlot*)arg_find(call, name)->host;
+}
 
 // The same call with its own copies of everything that it writes.
 static inline OpCall op_call_copy(Arena* arena, const OpCall* call) {
@@ -224,8 +253,8 @@ typedef struct {
     int slots_warming; // after the step
 } HostStep;
 
-// A floor as the tests see it: one instance per floor, made by probe.h. Sessions are opened from a line of the program's
-// own flags; tokens become a shard that the program's loader reads in order; weights are in llm.c's order
+// A floor as the tests see it: one instance per floor, made by probe.h. Sessions are opened from a line of the
+// program's own flags; tokens become a shard that the program's loader reads in order; weights are in llm.c's order
 // (parameter_table) and as many as the flags' model has.
 typedef struct {
     const char* name;
@@ -238,11 +267,12 @@ typedef struct {
     void (*close)(void* session);
     HostStep (*step)(void* session, float learning_rate);
     float (*validate)(void* session, int num_batches);
-    void (*forward)(void* session, float* logits, float* losses); // the first batch; logits (BT, V), losses (BT), or NULL
-    void (*grads)(void* session, float* grads);                   // (num_parameters) of the last step
+    void (*forward)(void* session, float* logits,
+                    float* losses);             // the first batch; logits (BT, V), losses (BT), or NULL
+    void (*grads)(void* session, float* grads); // (num_parameters) of the last step
     void (*weights)(void* session, float* master, float* m, float* v); // (num_parameters) each, or NULL
-    int (*slots)(void* session, ScaleSlot* slots);                // returns num_slots; slots may be NULL
-    void (*set_weights)(void* session, const float* weights);     // as after loading: moments zero
+    int (*slots)(void* session, ScaleSlot* slots);                     // returns num_slots; slots may be NULL
+    void (*set_weights)(void* session, const float* weights);          // as after loading: moments zero
     // element i of the BF16 copy of tensor `tensor` (no linear weight) that the passes read; returns what it was
     float (*poke)(void* session, int tensor, size_t i, float value);
 } Floor;
@@ -287,7 +317,9 @@ static inline double bf16_ulp(double x) {
 }
 
 // FP8 codes on a line: neighbours differ by one, +0 and -0 coincide.
-static inline int code_position(uint8_t code) { return code & 0x80 ? -(int)(code & 0x7F) : (int)(code & 0x7F); }
+static inline int code_position(uint8_t code) {
+    return code & 0x80 ? -(int)(code & 0x7F) : (int)(code & 0x7F);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // rules: how far an output of one floor may be from the other's
@@ -316,7 +348,9 @@ static inline int same_slots(const ScaleSlot* a, const ScaleSlot* b, int n) {
     return 1;
 }
 
-static inline int same_float(float a, float b) { return (isnan(a) && isnan(b)) || float_bits(a) == float_bits(b); }
+static inline int same_float(float a, float b) {
+    return (isnan(a) && isnan(b)) || float_bits(a) == float_bits(b);
+}
 
 static inline void compare_exact(const char* what, const Arg* got, const Arg* want) {
     size_t size = arg_element_bytes(got->type);
@@ -327,8 +361,8 @@ static inline void compare_exact(const char* what, const Arg* got, const Arg* wa
             float x = ((const float*)got->host)[i], y = ((const float*)want->host)[i];
             expect(same_float(x, y), "%s: %s[%zu] = %a, want exactly %a", what, got->name, i, (double)x, (double)y);
         } else if (got->type == ARG_SLOTS) {
-            expect(same_slots((const ScaleSlot*)got->host + i, (const ScaleSlot*)want->host + i, 1), "%s: %s[%zu] differs", what,
-                   got->name, i);
+            expect(same_slots((const ScaleSlot*)got->host + i, (const ScaleSlot*)want->host + i, 1),
+                   "%s: %s[%zu] differs", what, got->name, i);
         } else {
             expect(memcmp(a + i * size, b + i * size, size) == 0, "%s: %s[%zu]: other bits", what, got->name, i);
         }
@@ -363,7 +397,8 @@ static inline void compare_codes(const char* what, const Arg* got, const Arg* wa
                what, got->name, i, a[i], b[i]);
     }
     expect((double)differing <= rule->share * (double)got->n + 2.0,
-           "%s: %s: %zu of %zu codes differ, want at most a share of %g", what, got->name, differing, got->n, rule->share);
+           "%s: %s: %zu of %zu codes differ, want at most a share of %g", what, got->name, differing, got->n,
+           rule->share);
 }
 
 static inline int close_to(float a, float b, double relative) {
@@ -386,12 +421,21 @@ static inline void compare_slots(const char* what, const Arg* got, const Arg* wa
 
 static inline void compare_arg(const char* what, const Arg* got, const Arg* want, const Rule* rule) {
     switch (rule->kind) {
-    case RULE_EXACT: compare_exact(what, got, want); break;
+    case RULE_EXACT:
+        compare_exact(what, got, want);
+        break;
     case RULE_BF16:
-    case RULE_F32: compare_floats(what, got, want, rule); break;
-    case RULE_CODES: compare_codes(what, got, want, rule); break;
-    case RULE_SLOT: compare_slots(what, got, want, rule); break;
-    case RULE_IGNORE: break;
+    case RULE_F32:
+        compare_floats(what, got, want, rule);
+        break;
+    case RULE_CODES:
+        compare_codes(what, got, want, rule);
+        break;
+    case RULE_SLOT:
+        compare_slots(what, got, want, rule);
+        break;
+    case RULE_IGNORE:
+        break;
     }
 }
 

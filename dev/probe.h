@@ -5,14 +5,14 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // single ops
 
-#define PROBE_GUARD 512    // bytes in front of and behind every buffer that nobody may write
-#define PROBE_FILLER 0xA5  // what they hold
+#define PROBE_GUARD 512   // bytes in front of and behind every buffer that nobody may write
+#define PROBE_FILLER 0xA5 // what they hold
 
-// A buffer on the device between two guard zones. Without guards (TEST_NO_GUARDS set) the buffer is an allocation of its
-// own, so that compute-sanitizer sees every access beyond it.
+// A buffer on the device between two guard zones. Without guards (TEST_NO_GUARDS set) the buffer is an allocation of
+// its own, so that compute-sanitizer sees every access beyond it.
 typedef struct {
-    char* block;     // device
-    char* image;     // host copy of the whole block
+    char* block; // device
+    char* image; // host copy of the whole block
     size_t guard, bytes;
 } ProbeBuffer;
 
@@ -99,17 +99,25 @@ static void* probe_form(const ProbeArgs* a, const char* prefix, const char* form
 
 static E4m3Tensor probe_e4m3(const ProbeArgs* a, const char* prefix) {
     const OpCall* c = a->call;
-    E4m3Tensor t = {(bf16*)probe_form(a, prefix, "wide"), (e4m3*)probe_form(a, prefix, "data"),
-                    (e4m3*)probe_form(a, prefix, "transposed"), (ScaleSlot*)probe_form(a, prefix, "slot"), c->recipe,
-                    c->measure_first, c->record};
+    E4m3Tensor t = {(bf16*)probe_form(a, prefix, "wide"),
+                    (e4m3*)probe_form(a, prefix, "data"),
+                    (e4m3*)probe_form(a, prefix, "transposed"),
+                    (ScaleSlot*)probe_form(a, prefix, "slot"),
+                    c->recipe,
+                    c->measure_first,
+                    c->record};
     return t;
 }
 
 static E5m2Tensor probe_e5m2(const ProbeArgs* a, const char* prefix) {
     const OpCall* c = a->call;
-    E5m2Tensor t = {(bf16*)probe_form(a, prefix, "wide"), (e5m2*)probe_form(a, prefix, "data"),
-                    (e5m2*)probe_form(a, prefix, "transposed"), (ScaleSlot*)probe_form(a, prefix, "slot"), c->recipe,
-                    c->measure_first, c->record};
+    E5m2Tensor t = {(bf16*)probe_form(a, prefix, "wide"),
+                    (e5m2*)probe_form(a, prefix, "data"),
+                    (e5m2*)probe_form(a, prefix, "transposed"),
+                    (ScaleSlot*)probe_form(a, prefix, "slot"),
+                    c->recipe,
+                    c->measure_first,
+                    c->record};
     return t;
 }
 
@@ -118,17 +126,28 @@ static size_t probe_workspace_bytes(Device* dev, const OpCall* c) {
     switch (c->op) {
     case OP_MATMUL_FORWARD:
     case OP_MATMUL_DGRAD:
-    case OP_MATMUL_WGRAD: return matmul_workspace_bytes();
+    case OP_MATMUL_WGRAD:
+        return matmul_workspace_bytes();
     case OP_ATTENTION_FORWARD:
-    case OP_ATTENTION_BACKWARD: return attention_workspace_bytes(dev, c->B, c->T, c->NH, c->HS);
-    default: return reduction_workspace_bytes(dev, c->C > c->cols ? c->C : c->cols);
+    case OP_ATTENTION_BACKWARD:
+        return attention_workspace_bytes(dev, c->B, c->T, c->NH, c->HS);
+    default:
+        return reduction_workspace_bytes(dev, c->C > c->cols ? c->C : c->cols);
     }
 }
 
 static ParamState probe_param_state(const ProbeArgs* a) {
     const OpCall* c = a->call;
-    ParamState p = {PROBE_F32("master"), PROBE_F32("m"), PROBE_F32("v"), PROBE_F32("grad"), PROBE_BF16("param"),
-                    (ScaleSlot*)probe_at(a, "slots"), c->slot_stride, c->layers, c->n, c->index};
+    ParamState p = {PROBE_F32("master"),
+                    PROBE_F32("m"),
+                    PROBE_F32("v"),
+                    PROBE_F32("grad"),
+                    PROBE_BF16("param"),
+                    (ScaleSlot*)probe_at(a, "slots"),
+                    c->slot_stride,
+                    c->layers,
+                    c->n,
+                    c->index};
     return p;
 }
 
@@ -143,15 +162,23 @@ static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
         break;
     }
     case OP_LAYERNORM_BACKWARD: {
-        LayerNormBackward args = {probe_e5m2(a, ""), PROBE_F32("dweight"), PROBE_F32("dbias"), PROBE_F32("dbranch_bias"),
-                                  PROBE_BF16("dy"), PROBE_BF16("dresidual"), PROBE_BF16("x"), stats,
-                                  PROBE_BF16("weight"), c->rows, c->C};
+        LayerNormBackward args = {probe_e5m2(a, ""),
+                                  PROBE_F32("dweight"),
+                                  PROBE_F32("dbias"),
+                                  PROBE_F32("dbranch_bias"),
+                                  PROBE_BF16("dy"),
+                                  PROBE_BF16("dresidual"),
+                                  PROBE_BF16("x"),
+                                  stats,
+                                  PROBE_BF16("weight"),
+                                  c->rows,
+                                  c->C};
         layernorm_backward(dev, args);
         break;
     }
     case OP_MATMUL_FORWARD:
-        matmul_forward(dev, PROBE_BF16("y"), probe_e4m3(a, "x_"), probe_e4m3(a, "w_"), PROBE_BF16("bias"), c->rows, c->C,
-                       c->OC);
+        matmul_forward(dev, PROBE_BF16("y"), probe_e4m3(a, "x_"), probe_e4m3(a, "w_"), PROBE_BF16("bias"), c->rows,
+                       c->C, c->OC);
         break;
     case OP_MATMUL_DGRAD:
         matmul_dgrad(dev, PROBE_BF16("dx"), probe_e5m2(a, "dy_"), probe_e4m3(a, "w_"), c->rows, c->C, c->OC);
@@ -173,7 +200,8 @@ static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
         gelu_backward(dev, probe_e5m2(a, ""), PROBE_F32("dbias"), PROBE_BF16("dy"), PROBE_BF16("x"), PROBE_BF16("bias"),
                       c->rows, c->C);
         break;
-    default: check(0, "test: op %d is not here", (int)c->op);
+    default:
+        check(0, "test: op %d is not here", (int)c->op);
     }
 }
 
@@ -190,11 +218,15 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
         embedding_backward(dev, PROBE_F32("dwte"), PROBE_F32("dwpe"), PROBE_BF16("dout"), index, c->B, c->T, c->C);
         break;
     }
-    case OP_QUANTIZE_FORWARD: quantize_forward(dev, probe_e4m3(a, ""), c->rows, c->cols); break;
+    case OP_QUANTIZE_FORWARD:
+        quantize_forward(dev, probe_e4m3(a, ""), c->rows, c->cols);
+        break;
     case OP_QUANTIZE_BACKWARD:
         quantize_backward(dev, probe_e5m2(a, ""), PROBE_F32("dbias"), c->rows, c->cols);
         break;
-    case OP_QUANTIZE_WEIGHT: quantize_weight(dev, probe_e4m3(a, ""), PROBE_F32("master"), c->OC, c->C); break;
+    case OP_QUANTIZE_WEIGHT:
+        quantize_weight(dev, probe_e4m3(a, ""), PROBE_F32("master"), c->OC, c->C);
+        break;
     case OP_CLASSIFIER:
         classifier(dev, PROBE_BF16("logits"), PROBE_F32("losses"), PROBE_INT("targets"), c->factor, c->with_gradient,
                    c->rows, c->V, c->Vp);
@@ -202,13 +234,17 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
     case OP_LOSS_ADD:
         loss_add(dev, (StepState*)probe_at(a, "state"), PROBE_F32("losses"), c->factor, c->n);
         break;
-    case OP_GLOBAL_NORM: global_norm(dev, (StepState*)probe_at(a, "state"), PROBE_F32("grads"), c->n); break;
+    case OP_GLOBAL_NORM:
+        global_norm(dev, (StepState*)probe_at(a, "state"), PROBE_F32("grads"), c->n);
+        break;
     case OP_ADAMW_UPDATE: {
         AdamW adamw = {c->lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->grad_clip, c->t, c->stochastic, c->seed};
         adamw_update(dev, probe_param_state(a), adamw, (StepState*)probe_at(a, "state"));
         break;
     }
-    case OP_PARAMS_FROM_MASTER: params_from_master(dev, probe_param_state(a)); break;
+    case OP_PARAMS_FROM_MASTER:
+        params_from_master(dev, probe_param_state(a));
+        break;
     case OP_SCALE_SLOTS_GATHER:
         scale_slots_gather(dev, PROBE_F32("amaxes"), (ScaleSlot*)probe_at(a, "slots"), c->num_slots);
         break;
@@ -226,7 +262,8 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
         free(host);
         break;
     }
-    default: probe_call_layer_op(dev, a);
+    default:
+        probe_call_layer_op(dev, a);
     }
 }
 
@@ -270,7 +307,9 @@ static void probe_op(void* device, OpCall* call) {
         }
         probe_buffer_close(dev, &buffer[i]);
     }
-    if (!probe_buffer_download(dev, &workspace)) { snprintf(call->broken, sizeof(call->broken), "overran its workspace"); }
+    if (!probe_buffer_download(dev, &workspace)) {
+        snprintf(call->broken, sizeof(call->broken), "overran its workspace");
+    }
     device_set_workspace(dev, NULL, 0);
     probe_buffer_close(dev, &workspace);
 }
@@ -280,8 +319,12 @@ static void* probe_device_open(int num_threads, int attention) {
     return device_create(options);
 }
 
-static void probe_device_close(void* device) { device_free((Device*)device); }
-static const char* probe_attention_name(const void* device) { return device_attention_name((const Device*)device); }
+static void probe_device_close(void* device) {
+    device_free((Device*)device);
+}
+static const char* probe_attention_name(const void* device) {
+    return device_attention_name((const Device*)device);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // training sessions: the program's own functions, fed from memory
@@ -357,7 +400,8 @@ static HostStep probe_step(void* session, float learning_rate) {
     Session* s = (Session*)session;
     StepReport report;
     memset(&report, 0, sizeof(report));
-    StepVerdict verdict = train_step(&s->model, &s->loader, learning_rate, &s->loss_outliers, &s->norm_outliers, &report);
+    StepVerdict verdict =
+        train_step(&s->model, &s->loader, learning_rate, &s->loss_outliers, &s->norm_outliers, &report);
     HostStep step = {report.loss, report.grad_norm, (int)verdict, s->model.slots_warming};
     return step;
 }
@@ -399,7 +443,9 @@ static void probe_weights(void* session, float* master, float* m, float* v) {
 
 static int probe_slots(void* session, ScaleSlot* slots) {
     Session* s = (Session*)session;
-    if (slots != NULL) { device_copy_out(s->dev, slots, s->model.slots, (size_t)s->model.num_slots * sizeof(ScaleSlot)); }
+    if (slots != NULL) {
+        device_copy_out(s->dev, slots, s->model.slots, (size_t)s->model.num_slots * sizeof(ScaleSlot));
+    }
     return s->model.num_slots;
 }
 
@@ -422,9 +468,10 @@ static float probe_poke(void* session, int tensor, size_t i, float value) {
 #define PROBE_FLOOR_NAME "GPU"
 #endif
 
-static const Floor probe_floor = {PROBE_FLOOR_NAME, probe_device_open, probe_device_close, probe_attention_name, probe_op,
-                                  probe_open, probe_close, probe_step, probe_validate, probe_forward, probe_grads, probe_weights, probe_slots,
-                                  probe_set_weights, probe_poke};
+static const Floor probe_floor = {PROBE_FLOOR_NAME, probe_device_open, probe_device_close, probe_attention_name,
+                                  probe_op,         probe_open,        probe_close,        probe_step,
+                                  probe_validate,   probe_forward,     probe_grads,        probe_weights,
+                                  probe_slots,      probe_set_weights, probe_poke};
 
 #undef PROBE_FLOOR_NAME
 #undef PROBE_GUARD

@@ -6,12 +6,12 @@
 // Each call is made on poisoned outputs between guard zones, and twice on the subject: the bits must repeat. Products
 // and attention are judged on both floors by FP64 loops over the exact decoded operands.
 //
-// Thresholds. One FP32 operation is off by at most 2^-24 of its result. FP32_CHAIN = 2^-19 covers the longest elementwise
-// chain here: some 16 operations and a transcendental function that is a few ulps off. A BF16 result then falls on the
-// other side of a rounding boundary with probability 2 * 2^-19 / 2^-8 = 2^-10 (a spacing is at least 2^-8 of the value),
-// an FP8 code less often: FLIP_SHARE = 2^-8 leaves room for values that come out of a cancellation. Elements near zero
-// are off by FP32_CHAIN of the largest terms, not of themselves: hence `absolute`.
-// A sum of n FP32 terms is off by about sqrt(n) 2^-24 of the sum of their magnitudes (errors walk at random).
+// Thresholds. One FP32 operation is off by at most 2^-24 of its result. FP32_CHAIN = 2^-19 covers the longest
+// elementwise chain here: some 16 operations and a transcendental function that is a few ulps off. A BF16 result then
+// falls on the other side of a rounding boundary with probability 2 * 2^-19 / 2^-8 = 2^-10 (a spacing is at least 2^-8
+// of the value), an FP8 code less often: FLIP_SHARE = 2^-8 leaves room for values that come out of a cancellation.
+// Elements near zero are off by FP32_CHAIN of the largest terms, not of themselves: hence `absolute`. A sum of n FP32
+// terms is off by about sqrt(n) 2^-24 of the sum of their magnitudes (errors walk at random).
 #ifndef TEST_OPS_H
 #define TEST_OPS_H
 
@@ -27,24 +27,36 @@ static const double FP32_CHAIN = 0x1p-19, FLIP_SHARE = 0x1p-8;
 typedef struct {
     const Floor *reference, *subject;
     void *reference_device, *subject_device;
-    int exact;            // subject and reference are the same floor
-    int thorough;         // large shapes, too
-    const char* skip;     // why there is no subject; NULL: there is one
+    int exact;        // subject and reference are the same floor
+    int thorough;     // large shapes, too
+    const char* skip; // why there is no subject; NULL: there is one
 } OpTestFloors;
 
 static OpTestFloors op_floors;
 
 // sqrt(n) random walk, with room for the operations that made the terms
-static double sum_factor(double n) { return (16.0 + 2.0 * sqrt(n)) * 0x1p-24; }
+static double sum_factor(double n) {
+    return (16.0 + 2.0 * sqrt(n)) * 0x1p-24;
+}
 
-static Rule rule_exact(const char* name) { return Rule{name, RULE_EXACT, 0, 0, 0, 0, NULL}; }
-static Rule rule_ignore(const char* name) { return Rule{name, RULE_IGNORE, 0, 0, 0, 0, NULL}; }
+static Rule rule_exact(const char* name) {
+    return Rule{name, RULE_EXACT, 0, 0, 0, 0, NULL};
+}
+static Rule rule_ignore(const char* name) {
+    return Rule{name, RULE_IGNORE, 0, 0, 0, 0, NULL};
+}
 static Rule rule_bf16(const char* name, double largest) {
     return Rule{name, RULE_BF16, FP32_CHAIN * largest, 0, FLIP_SHARE, 0, NULL};
 }
-static Rule rule_codes(const char* name) { return Rule{name, RULE_CODES, 0, 0, FLIP_SHARE, 0, NULL}; }
-static Rule rule_slot(const char* name) { return Rule{name, RULE_SLOT, 0, 0x1p-18, 0, 0, NULL}; }
-static Rule rule_relative(const char* name, double relative) { return Rule{name, RULE_F32, 0, relative, 0, 0, NULL}; }
+static Rule rule_codes(const char* name) {
+    return Rule{name, RULE_CODES, 0, 0, FLIP_SHARE, 0, NULL};
+}
+static Rule rule_slot(const char* name) {
+    return Rule{name, RULE_SLOT, 0, 0x1p-18, 0, 0, NULL};
+}
+static Rule rule_relative(const char* name, double relative) {
+    return Rule{name, RULE_F32, 0, relative, 0, 0, NULL};
+}
 static Rule rule_sum(const char* name, double n, const double* magnitude) {
     return Rule{name, RULE_F32, 0x1p-126, 0, 0, sum_factor(n), magnitude};
 }
@@ -292,9 +304,10 @@ static void ops_embedding_backward(void) {
         Rule rules[] = {rule_sum("dwte", (double)rows, magnitude), rule_sum("dwpe", B, magnitude + wte_n)};
         OpOutcome outcome = run_case(&arena, what, &call, rules, 2);
         for (size_t k = 0; k < wte_n + wpe_n; k++) {
-            float got = k < wte_n ? arg_floats(&outcome.subject, "dwte")[k] : arg_floats(&outcome.subject, "dwpe")[k - wte_n];
-            expect(fabs((double)got - truth[k]) <= sum_factor((double)rows) * magnitude[k], "%s: element %zu is %.9g, want %.9g", what,
-                   k, (double)got, truth[k]);
+            float got =
+                k < wte_n ? arg_floats(&outcome.subject, "dwte")[k] : arg_floats(&outcome.subject, "dwpe")[k - wte_n];
+            expect(fabs((double)got - truth[k]) <= sum_factor((double)rows) * magnitude[k],
+                   "%s: element %zu is %.9g, want %.9g", what, k, (double)got, truth[k]);
         }
         arena_free(&arena);
     }
@@ -308,7 +321,7 @@ typedef struct {
     double mean; // of the inputs: far from zero, a variance from a difference of squares would fall apart
 } LayerNormShape;
 
-static const LayerNormShape layernorm_shapes[] = {{16, 16, 0}, {48, 48, 0.5}, {64, 64, 16}, {208, 768, 0},
+static const LayerNormShape layernorm_shapes[] = {{16, 16, 0},   {48, 48, 0.5},  {64, 64, 16},  {208, 768, 0},
                                                   {32, 1600, 3}, {112, 4096, 0}, {1008, 768, 0}};
 enum { NUM_LAYERNORM_SHAPES = 7 };
 
@@ -336,8 +349,13 @@ static void layernorm_forward_case(LayerNormShape s, int rows, int with_branch, 
     Rule mean = {"mean", RULE_F32, sum_factor(C) * (s.mean + 2.0), 0, 0, 0, NULL};
     // y: off by the mean's error, too, which is relative to the mean and not to the deviation
     double noise = 16.0 + 0.25 * s.mean * sqrt((double)C);
-    Rule rules[] = {rule_exact("sum"), mean, rule_relative("rstd", 2.0 * sum_factor(C)), rule_bf16("wide", noise),
-                    rule_codes("data"), rule_codes("transposed"), rule_slot("slot")};
+    Rule rules[] = {rule_exact("sum"),
+                    mean,
+                    rule_relative("rstd", 2.0 * sum_factor(C)),
+                    rule_bf16("wide", noise),
+                    rule_codes("data"),
+                    rule_codes("transposed"),
+                    rule_slot("slot")};
     if (with_fp8) {
         run_forms(&arena, what, call, E4M3_MAX, 300.0f, 1, (size_t)rows, (size_t)C, rules, 7);
     } else {
@@ -411,7 +429,10 @@ static void layernorm_backward_case(LayerNormShape s, int rows, int with_residua
     double noise = 0.01 * (16.0 + 0.25 * s.mean * sqrt((double)C));
     Rule rules[] = {rule_sum("dweight", rows, column_magnitudes(&arena, dweight, normalised_dy, (size_t)rows, cols)),
                     rule_sum("dbias", rows, column_magnitudes(&arena, dbias, dy, (size_t)rows, cols)),
-                    rule_ignore("dbranch_bias"), rule_bf16("wide", noise), rule_codes("data"), rule_codes("transposed"),
+                    rule_ignore("dbranch_bias"),
+                    rule_bf16("wide", noise),
+                    rule_codes("data"),
+                    rule_codes("transposed"),
                     rule_slot("slot")};
     OpOutcome outcome;
     if (with_fp8) {
@@ -449,7 +470,8 @@ static void ops_layernorm_backward(void) {
 // Errors, relative to the root mean square of the outputs:
 //   BF16 output    2^-9 (rms of one rounding)
 //   BF16 operands  tensor cores add 16 products at a time in FP32 and truncate: 4 + K/16 times up to 2^-23
-//   FP8 operands   Hopper keeps some 13 bits behind the leading one of the sum of 32 products and what was there. One step
+//   FP8 operands   Hopper keeps some 13 bits behind the leading one of the sum of 32 products and what was there. One
+//   step
 //                  truncates 33 numbers: at random, 2^-12 together, and on average towards zero by 2^-14.
 //                  Fast accumulation does so for all of K, in K/32 steps. Otherwise the sum is promoted to FP32 every
 //                  128 products at least: four steps, and what the pieces lose is the same share of each.
@@ -544,7 +566,8 @@ static void judge_product(const char* what, const char* floor, const float* got,
     expect(distance <= threshold, "%s: the %s is %.3g off (relative, Frobenius), want %.3g", what, floor, distance,
            threshold);
     for (size_t i = 0; i < n; i++) {
-        double allowed = 6.0 * drift * rms + (is_bf16 ? 0.5 * bf16_ulp(truth[i]) * (1.0 + 0x1p-7) : 0x1p-23 * fabs(truth[i]));
+        double allowed =
+            6.0 * drift * rms + (is_bf16 ? 0.5 * bf16_ulp(truth[i]) * (1.0 + 0x1p-7) : 0x1p-23 * fabs(truth[i]));
         expect(fabs((double)got[i] - truth[i]) <= allowed, "%s: the %s has element %zu = %.9g, want %.9g +- %.2g", what,
                floor, i, (double)got[i], truth[i], allowed);
     }
@@ -559,7 +582,9 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
     size_t n = pass == MATMUL_FORWARD ? M * OC : pass == MATMUL_DGRAD ? M * C : (size_t)OC * C;
     double* truth = arena_doubles(&arena, n);
     for (int with_bias = 0; with_bias < (pass == MATMUL_FORWARD ? 2 : 1); with_bias++) {
-        OpCall call = op_call(pass == MATMUL_FORWARD ? OP_MATMUL_FORWARD : pass == MATMUL_DGRAD ? OP_MATMUL_DGRAD : OP_MATMUL_WGRAD);
+        OpCall call = op_call(pass == MATMUL_FORWARD ? OP_MATMUL_FORWARD
+                              : pass == MATMUL_DGRAD ? OP_MATMUL_DGRAD
+                                                     : OP_MATMUL_WGRAD);
         call.rows = rows, call.C = C, call.OC = OC;
         const char* output = pass == MATMUL_FORWARD ? "y" : pass == MATMUL_DGRAD ? "dx" : "dw";
         int K = pass == MATMUL_FORWARD ? C : pass == MATMUL_DGRAD ? OC : rows;
@@ -570,13 +595,19 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
             arg_add(&call, output, ARG_BF16, ARG_OUT, arena_floats(&arena, n), n);
         }
         if (pass != MATMUL_DGRAD) { add_operand(&call, &x, M * C, fp8, "x_wide", "x_data", "x_transposed", "x_slot"); }
-        if (pass != MATMUL_FORWARD) { add_operand(&call, &dy, M * OC, fp8, "dy_wide", "dy_data", "dy_transposed", "dy_slot"); }
-        if (pass != MATMUL_WGRAD) { add_operand(&call, &w, (size_t)OC * C, fp8, "w_wide", "w_data", "w_transposed", "w_slot"); }
+        if (pass != MATMUL_FORWARD) {
+            add_operand(&call, &dy, M * OC, fp8, "dy_wide", "dy_data", "dy_transposed", "dy_slot");
+        }
+        if (pass != MATMUL_WGRAD) {
+            add_operand(&call, &w, (size_t)OC * C, fp8, "w_wide", "w_data", "w_transposed", "w_slot");
+        }
         float* bias = random_bf16(&arena, (size_t)OC, 0, 1, 5);
         if (with_bias) { arg_add(&call, "bias", ARG_BF16, ARG_IN, bias, (size_t)OC); }
         if (pass == MATMUL_FORWARD) { product_f64(truth, x.exact, w.exact, M, (size_t)OC, (size_t)C); }
         if (pass == MATMUL_DGRAD) { product_f64(truth, dy.exact, w.exact_transposed, M, (size_t)C, (size_t)OC); }
-        if (pass == MATMUL_WGRAD) { product_f64(truth, dy.exact_transposed, x.exact_transposed, (size_t)OC, (size_t)C, M); }
+        if (pass == MATMUL_WGRAD) {
+            product_f64(truth, dy.exact_transposed, x.exact_transposed, (size_t)OC, (size_t)C, M);
+        }
         for (size_t i = 0; i < n; i++) {
             truth[i] += pass == MATMUL_WGRAD ? (double)start[i] : with_bias ? (double)bias[i % (size_t)OC] : 0.0;
         }
@@ -587,7 +618,8 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
         Rule rules[] = {rule_ignore(output)};
         OpOutcome outcome = run_case(&arena, what, &call, rules, 1);
         double drift = matmul_drift(pass, fp8, K), cpu_drift = matmul_drift(pass, 0, K);
-        judge_product(what, "CPU floor", arg_floats(&outcome.reference, output), truth, n, cpu_drift, pass != MATMUL_WGRAD);
+        judge_product(what, "CPU floor", arg_floats(&outcome.reference, output), truth, n, cpu_drift,
+                      pass != MATMUL_WGRAD);
         judge_product(what, op_floors.subject->name, arg_floats(&outcome.subject, output), truth, n,
                       op_floors.exact ? cpu_drift : drift, pass != MATMUL_WGRAD);
     }
@@ -597,10 +629,12 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
 static void matmul_cases(MatmulPass pass) {
     if (op_test_skipped()) { return; }
     // rows, C, OC, thorough only. FP8 wants multiples of 16 in all three, BF16 in C and OC
-    int fp8_shapes[][4] = {{16, 16, 16, 0}, {48, 64, 176, 0}, {64, 384, 96, 0}, {112, 96, 288, 0}, {128, 768, 2304, 1},
-                           {256, 3072, 768, 1}, {64, 1600, 4800, 1}, {512, 4096, 512, 1}, {16, 16384, 64, 1}};
-    int bf16_shapes[][4] = {{1, 64, 192, 0}, {17, 48, 64, 0}, {131, 128, 384, 0}, {64, 16, 16, 0}, {97, 768, 2304, 1},
-                            {127, 3072, 768, 1}, {61, 1600, 1600, 1}, {33, 768, 50304, 1}, {509, 4096, 512, 1}};
+    int fp8_shapes[][4] = {{16, 16, 16, 0},     {48, 64, 176, 0},    {64, 384, 96, 0},
+                           {112, 96, 288, 0},   {128, 768, 2304, 1}, {256, 3072, 768, 1},
+                           {64, 1600, 4800, 1}, {512, 4096, 512, 1}, {16, 16384, 64, 1}};
+    int bf16_shapes[][4] = {{1, 64, 192, 0},     {17, 48, 64, 0},     {131, 128, 384, 0},
+                            {64, 16, 16, 0},     {97, 768, 2304, 1},  {127, 3072, 768, 1},
+                            {61, 1600, 1600, 1}, {33, 768, 50304, 1}, {509, 4096, 512, 1}};
     for (int i = 0; i < 9; i++) {
         int *a = fp8_shapes[i], *b = bf16_shapes[i];
         if (!a[3] || op_floors.thorough) { matmul_case(pass, 1, a[0], a[1], a[2]); }
@@ -608,9 +642,15 @@ static void matmul_cases(MatmulPass pass) {
     }
 }
 
-static void ops_matmul_forward(void) { matmul_cases(MATMUL_FORWARD); }
-static void ops_matmul_dgrad(void) { matmul_cases(MATMUL_DGRAD); }
-static void ops_matmul_wgrad(void) { matmul_cases(MATMUL_WGRAD); }
+static void ops_matmul_forward(void) {
+    matmul_cases(MATMUL_FORWARD);
+}
+static void ops_matmul_dgrad(void) {
+    matmul_cases(MATMUL_DGRAD);
+}
+static void ops_matmul_wgrad(void) {
+    matmul_cases(MATMUL_WGRAD);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention, judged in FP64
@@ -656,8 +696,8 @@ static void attention_truth(double* out, double* lse, const float* qkv, int B, i
 }
 
 // From the very out and lse that the op is given.
-static void attention_backward_truth(double* dqkv, const float* dout, const float* out, const float* lse, const float* qkv,
-                                     int B, int T, int NH, int HS) {
+static void attention_backward_truth(double* dqkv, const float* dout, const float* out, const float* lse,
+                                     const float* qkv, int B, int T, int NH, int HS) {
     size_t C = (size_t)NH * HS, stride = 3 * C;
     double factor = 1.0 / sqrt((double)HS);
 #ifdef _OPENMP
@@ -749,9 +789,10 @@ static void attention_case(int B, int T, int NH, int HS, double deviation) {
         double distance = relative_distance_f64(arg_floats(fs[i], "out"), out_truth, rows * C);
         expect(distance <= 0x1p-8, "%s: out of the %s is %.3g off, want %.3g", what, floor, distance, 0x1p-8);
         for (size_t k = 0; k < stats; k++) {
-            double got = (double)arg_floats(fs[i], "lse")[k], allowed = 0x1p-20 * (score + deviation * deviation * 16.0 + 4.0);
-            expect(fabs(got - lse_truth[k]) <= allowed, "%s: lse[%zu] of the %s = %.9g, want %.9g +- %.2g", what, k, floor,
-                   got, lse_truth[k], allowed);
+            double got = (double)arg_floats(fs[i], "lse")[k],
+                   allowed = 0x1p-20 * (score + deviation * deviation * 16.0 + 4.0);
+            expect(fabs(got - lse_truth[k]) <= allowed, "%s: lse[%zu] of the %s = %.9g, want %.9g +- %.2g", what, k,
+                   floor, got, lse_truth[k], allowed);
         }
         // T = 1: P is 1 and dS = dP - D is what is left of equal numbers, so dq and dk say nothing but "small"
         double v_size = 0.0;
@@ -762,7 +803,8 @@ static void attention_case(int B, int T, int NH, int HS, double deviation) {
             const char* names[] = {"dq", "dk", "dv"};
             const float* got = arg_floats(bs[i], "dqkv");
             if (T == 1 && third < 2) {
-                expect(largest_of(got, rows * 3 * C) <= 2.0 * v_size, "%s: %s of the %s is large", what, names[third], floor);
+                expect(largest_of(got, rows * 3 * C) <= 2.0 * v_size, "%s: %s of the %s is large", what, names[third],
+                       floor);
                 continue;
             }
             double d = third_distance(got, dqkv_truth, rows, C, third), allowed = third == 2 ? 0x1p-8 : 0x1p-7;
@@ -915,7 +957,8 @@ static float* quantize_argument(Arena* arena, size_t n, double deviation, int da
 }
 
 // The codes and the slot that the contract demands, computed from the definition.
-static void judge_quantized(const char* what, const OpCall* before, const OpCall* after, const float* x, size_t n, int e5m2) {
+static void judge_quantized(const char* what, const OpCall* before, const OpCall* after, const float* x, size_t n,
+                            int e5m2) {
     ScaleSlot want = *arg_slot(before, "slot");
     float amax = 0.0f;
     for (size_t i = 0; i < n; i++) {
@@ -957,7 +1000,8 @@ static void quantize_cases(int e5m2) {
                 ScaleSlot* slot = slot_for(&arena, &call, (SlotCase)slot_case, e5m2 ? E5M2_MAX : E4M3_MAX, 1000.0f);
                 arg_add(&call, "slot", ARG_SLOTS, ARG_INOUT, slot, 1);
                 char what[128];
-                snprintf(what, sizeof(what), "rows %d, cols %d, slot case %d, damage %d", rows, cols, slot_case, damage);
+                snprintf(what, sizeof(what), "rows %d, cols %d, slot case %d, damage %d", rows, cols, slot_case,
+                         damage);
                 Rule slot_rule = {"slot", RULE_SLOT, 0, 0x1p-23, 0, 0, NULL};
                 Rule rules[] = {rule_exact("data"), rule_exact("transposed"), slot_rule, rule_ignore("dbias")};
                 OpOutcome outcome = run_case(&arena, what, &call, rules, 4);
@@ -977,7 +1021,9 @@ static void quantize_cases(int e5m2) {
                     if (forms == 0) { part = call_without(&part, "slot"); }
                     OpOutcome some = run_case(&arena, what, &part, rules, 4);
                     const char* name = forms == 1 ? "data" : "transposed";
-                    if (forms > 0) { compare_exact(what, arg_find(&some.subject, name), arg_find(&outcome.subject, name)); }
+                    if (forms > 0) {
+                        compare_exact(what, arg_find(&some.subject, name), arg_find(&outcome.subject, name));
+                    }
                 }
                 arena_free(&arena);
             }
@@ -985,8 +1031,12 @@ static void quantize_cases(int e5m2) {
     }
 }
 
-static void ops_quantize_forward(void) { quantize_cases(0); }
-static void ops_quantize_backward(void) { quantize_cases(1); }
+static void ops_quantize_forward(void) {
+    quantize_cases(0);
+}
+static void ops_quantize_backward(void) {
+    quantize_cases(1);
+}
 
 static void ops_quantize_backward_bf16_rows(void) { // a BF16 linear: any number of rows, only the bias gradient
     if (op_test_skipped()) { return; }
@@ -1054,7 +1104,7 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
     size_t n = (size_t)rows * Vp;
     float dloss = 1.0f / 1024.0f;
     float* logits = random_bf16(&arena, n, 0, deviation, 1); // the padding columns hold numbers, too: never looked at
-    for (int v = 0; v < V; v += 3) { // an offset that exp would not survive
+    for (int v = 0; v < V; v += 3) {                         // an offset that exp would not survive
         logits[v] = bf16_round(logits[v] + 300.0f);
     }
     int* targets = random_ints(&arena, (size_t)rows, V, 2);
@@ -1064,7 +1114,8 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
     arg_add(&call, "losses", ARG_F32, ARG_OUT, arena_floats(&arena, (size_t)rows), (size_t)rows);
     arg_add(&call, "targets", ARG_I32, ARG_IN, targets, (size_t)rows);
     char what[128];
-    snprintf(what, sizeof(what), "rows %d, V %d, Vp %d, gradient %d, deviation %g", rows, V, Vp, with_gradient, deviation);
+    snprintf(what, sizeof(what), "rows %d, V %d, Vp %d, gradient %d, deviation %g", rows, V, Vp, with_gradient,
+             deviation);
     // FP32 noise of the gradient is relative to its terms p and 1, times dloss; of a loss, to the logits
     double largest = largest_of(logits, n);
     Rule losses = {"losses", RULE_F32, FP32_CHAIN * (largest + 16.0), 0, 0, 0, NULL};
@@ -1090,7 +1141,8 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
                 double want = !with_gradient ? (double)z[v] : v < V ? (p - (v == targets[r])) * (double)dloss : 0.0;
                 double allowed = with_gradient && v < V ? bf16_ulp(want) + FP32_CHAIN * (double)dloss : 0.0;
                 double value = (double)got[(size_t)r * Vp + v];
-                expect(fabs(value - want) <= allowed, "%s: logits[%d, %d] became %.9g, want %.9g", what, r, v, value, want);
+                expect(fabs(value - want) <= allowed, "%s: logits[%d, %d] became %.9g, want %.9g", what, r, v, value,
+                       want);
             }
         }
     }
@@ -1099,8 +1151,8 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
 
 static void ops_classifier(void) {
     if (op_test_skipped()) { return; }
-    int shapes[][3] = {{1, 1, 128}, {7, 128, 128}, {17, 257, 384}, {64, 300, 384}, {33, 8191, 8192}, {5, 50257, 50304},
-                       {129, 50257, 50304}};
+    int shapes[][3] = {{1, 1, 128},      {7, 128, 128},     {17, 257, 384},     {64, 300, 384},
+                       {33, 8191, 8192}, {5, 50257, 50304}, {129, 50257, 50304}};
     for (int i = 0; i < (op_floors.thorough ? 7 : 6); i++) {
         for (int with_gradient = 0; with_gradient < 2; with_gradient++) {
             classifier_case(shapes[i][0], shapes[i][1], shapes[i][2], with_gradient, 3.0);
@@ -1144,7 +1196,8 @@ static void ops_loss_add(void) {
             const HostState* state = (const HostState*)arg_find(calls[k], "state")->host;
             expect(fabs((double)state->loss - want) <= sum_factor((double)n) * want, "n %zu: loss %.9g, want %.9g", n,
                    (double)state->loss, want);
-            expect(state->grad_norm == 3.0f && state->skip == 1 && state->slots_warming == -5, "n %zu: more than the loss moved", n);
+            expect(state->grad_norm == 3.0f && state->skip == 1 && state->slots_warming == -5,
+                   "n %zu: more than the loss moved", n);
         }
         arena_free(&arena);
     }
@@ -1182,7 +1235,8 @@ static void ops_global_norm(void) {
                 expect(damage == 1 || damage == 2 ? !isfinite(norm) : fabs(norm - want) <= sum_factor((double)n) * want,
                        "n %zu, damage %d: norm %.9g, want %.9g", n, damage, norm, want);
                 expect(state->skip == (damage != 0), "n %zu, damage %d: skip %d", n, damage, state->skip);
-                expect(same_float(state->loss, loss) && state->slots_warming == -5, "n %zu: more than norm and skip moved", n);
+                expect(same_float(state->loss, loss) && state->slots_warming == -5,
+                       "n %zu: more than norm and skip moved", n);
             }
             arena_free(&arena);
         }
@@ -1207,7 +1261,8 @@ static void adamw_case(int layers, size_t n, int kind, int t, float grad_norm, i
     }
     OpCall call = op_call(from_master ? OP_PARAMS_FROM_MASTER : OP_ADAMW_UPDATE);
     call.layers = layers, call.n = n, call.slot_stride = stride, call.t = t;
-    call.lr = 1e-3f, call.beta1 = 0.9f, call.beta2 = 0.95f, call.eps = 1e-8f, call.weight_decay = 0.1f, call.grad_clip = 1.0f;
+    call.lr = 1e-3f, call.beta1 = 0.9f, call.beta2 = 0.95f, call.eps = 1e-8f, call.weight_decay = 0.1f,
+    call.grad_clip = 1.0f;
     call.stochastic = t % 2 == 0, call.seed = 42, call.index = 48;
     arg_add(&call, "master", ARG_F32, from_master ? ARG_IN : ARG_INOUT, master, total);
     arg_add(&call, "m", ARG_F32, from_master ? ARG_IN : ARG_INOUT, m, total);
@@ -1218,13 +1273,14 @@ static void adamw_case(int layers, size_t n, int kind, int t, float grad_norm, i
     if (kind == 1 || kind == 2) { arg_add(&call, "slots", ARG_SLOTS, ARG_INOUT, slots, num_slots); }
     if (!from_master) { arg_add(&call, "state", ARG_STATE, ARG_IN, state_of(&arena, 2.0f, grad_norm, skip), 1); }
     char what[128];
-    snprintf(what, sizeof(what), "layers %d, n %zu, kind %d, t %d, norm %g, skip %d, from master %d", layers, n, kind, t,
-             (double)grad_norm, skip, from_master);
+    snprintf(what, sizeof(what), "layers %d, n %zu, kind %d, t %d, norm %g, skip %d, from master %d", layers, n, kind,
+             t, (double)grad_norm, skip, from_master);
     // the update is lr * (a few FP32 operations, two of them powers: 1 - beta^t loses up to 20 ulps at t = 1)
     Rule rule_master = {"master", RULE_F32, 1e-3 * 16.0 * FP32_CHAIN, 0x1p-22, 0, 0, NULL};
     Rule rule_m = {"m", RULE_F32, FP32_CHAIN * 1e-2, FP32_CHAIN, 0, 0, NULL};
     Rule rule_v = {"v", RULE_F32, 0x1p-126, FP32_CHAIN, 0, 0, NULL};
-    Rule rules[] = {rule_master, rule_m, rule_v, rule_ignore("param"), rule_slot("slots")}; // param: judged by its own master
+    Rule rules[] = {rule_master, rule_m, rule_v, rule_ignore("param"),
+                    rule_slot("slots")}; // param: judged by its own master
     for (int i = 0; (skip || from_master) && i < 5; i++) {
         rules[i].kind = RULE_EXACT;
     }
@@ -1240,7 +1296,8 @@ static void adamw_case(int layers, size_t n, int kind, int t, float grad_norm, i
             if (call.stochastic && !from_master) {
                 want = bf16_round_stochastic(now[i], philox(call.seed, (uint64_t)t, at / 4).word[at % 4]);
             }
-            expect(got == want, "%s: param[%zu] = %a of master %a, want %a", what, i, (double)got, (double)now[i], (double)want);
+            expect(got == want, "%s: param[%zu] = %a of master %a, want %a", what, i, (double)got, (double)now[i],
+                   (double)want);
         }
         for (size_t s = 0; s < num_slots && arg_find(calls[k], "slots") != NULL && !skip; s++) {
             float amax = slots[s].amax;
@@ -1258,7 +1315,8 @@ static void adamw_case(int layers, size_t n, int kind, int t, float grad_norm, i
             double step = mi / (1 - pow(b1, t)) / (sqrt(vi / (1 - pow(b2, t))) + (double)call.eps);
             double want = (double)master[i] - (double)call.lr * (step + (double)call.weight_decay * (double)master[i]);
             double allowed = 1e-3 * 32.0 * FP32_CHAIN * (1.0 + fabs(step)) + 0x1p-22 * fabs(want);
-            expect(fabs((double)now[i] - want) <= allowed, "%s: master[%zu] = %.9g, want %.9g", what, i, (double)now[i], want);
+            expect(fabs((double)now[i] - want) <= allowed, "%s: master[%zu] = %.9g, want %.9g", what, i, (double)now[i],
+                   want);
         }
     }
     arena_free(&arena);
@@ -1339,7 +1397,8 @@ static void ops_scale_slots(void) {
             }
             const HostState* state = (const HostState*)arg_find(&s.subject, "state")->host;
             expect(state->slots_warming == warming, "slots_warming %d, want %d", state->slots_warming, warming);
-            expect(state->loss == 1.0f && state->grad_norm == 2.0f && state->skip == 0, "more than slots_warming moved");
+            expect(state->loss == 1.0f && state->grad_norm == 2.0f && state->skip == 0,
+                   "more than slots_warming moved");
             arena_free(&arena);
         }
     }
@@ -1359,7 +1418,8 @@ static void ops_bf16_round_trip(void) {
     Rule rules[] = {rule_exact("stored"), rule_exact("returned")};
     OpOutcome outcome = run_case(&arena, "bf16", &call, rules, 2);
     for (size_t i = 0; i < n; i++) {
-        float stored = arg_floats(&outcome.subject, "stored")[i], returned = arg_floats(&outcome.subject, "returned")[i];
+        float stored = arg_floats(&outcome.subject, "stored")[i],
+              returned = arg_floats(&outcome.subject, "returned")[i];
         expect(same_float(stored, bf16_round(values[i])), "%a became %a", (double)values[i], (double)stored);
         expect(same_float(returned, stored), "%a came back as %a", (double)stored, (double)returned);
     }

@@ -1,8 +1,8 @@
 // The FP8 codec and BF16 rounding of lib/fp8.h against two judges:
 //   an independent one in FP64, written from the format tables alone (nearest value, ties to the even code), and
 //   the CUDA header's host conversions, where cuda_fp8.h can be included (-isystem <cuda>/include).
-// Decoding is checked on all 256 codes, encoding on every 1021st of all floats, on random bits, and on the floats around
-// every value and every tie of a format.
+// Decoding is checked on all 256 codes, encoding on every 1021st of all floats, on random bits, and on the floats
+// around every value and every tie of a format.
 #include "unit.h"
 
 #include <math.h>
@@ -20,18 +20,26 @@
 typedef struct {
     const char* name;
     int mantissa_bits, bias;
-    int largest; // code of the largest finite value
-    int infinity; // code, or -1
+    int largest;       // code of the largest finite value
+    int infinity;      // code, or -1
     double value[128]; // of codes 0..largest, by the definition of the format
     uint8_t (*encode)(float);
     float (*decode)(uint8_t);
 } Format;
 
 // A function of the type that the table wants, whatever HOST_DEVICE does to the originals.
-static uint8_t encode_e4m3(float x) { return e4m3_from_float(x); }
-static uint8_t encode_e5m2(float x) { return e5m2_from_float(x); }
-static float decode_e4m3(uint8_t code) { return float_from_e4m3(code); }
-static float decode_e5m2(uint8_t code) { return float_from_e5m2(code); }
+static uint8_t encode_e4m3(float x) {
+    return e4m3_from_float(x);
+}
+static uint8_t encode_e5m2(float x) {
+    return e5m2_from_float(x);
+}
+static float decode_e4m3(uint8_t code) {
+    return float_from_e4m3(code);
+}
+static float decode_e5m2(uint8_t code) {
+    return float_from_e5m2(code);
+}
 
 static Format format_of(int e5m2) {
     Format e4m3_format = {"E4M3", 3, 7, 0x7E, -1, {0}, encode_e4m3, decode_e4m3};
@@ -146,8 +154,8 @@ static void test_encode_ties_and_edges(void) {
                 }
             }
         }
-        uint32_t specials[] = {0x00000001u, 0x007FFFFFu, 0x00800000u, 0x7F7FFFFFu, 0x7F800000u, 0x7F800001u, 0x7FC00000u,
-                               0x7FFFFFFFu};
+        uint32_t specials[] = {0x00000001u, 0x007FFFFFu, 0x00800000u, 0x7F7FFFFFu,
+                               0x7F800000u, 0x7F800001u, 0x7FC00000u, 0x7FFFFFFFu};
         for (int i = 0; i < 8; i++) {
             judge(&f, specials[i]);
             judge(&f, specials[i] | 0x80000000u);
@@ -204,6 +212,29 @@ static void test_bf16_round(void) {
     }
 }
 
+// Stochastic rounding: one of the two neighbours, up exactly as often as the bits that are cut off say, BF16 values and
+// what is no number stay.
+static void test_bf16_round_stochastic(void) {
+    for (int i = 0; i < 40; i++) {
+        uint32_t bits = random_bits(), cut = bits & 0xFFFFu;
+        float x = bits_float(bits);
+        uint32_t below = bits & 0xFFFF0000u, num_up = 0;
+        if ((bits & 0x7F800000u) == 0x7F800000u) { continue; }
+        for (uint32_t random = 0; random < 0x10000u; random++) {
+            uint32_t got = float_bits(bf16_round_stochastic(x, random | (random_bits() & 0xFFFF0000u)));
+            expect(got == below || got == below + 0x10000u, "%a became %a", (double)x, (double)bits_float(got));
+            num_up += got != below;
+        }
+        expect(num_up == cut, "%a (cut off: %04x) went up %u times of 65536", (double)x, cut, num_up);
+    }
+    for (uint32_t random = 0; random < 0x10000u; random += 257) {
+        expect(bf16_round_stochastic(1.5f, random) == 1.5f && bf16_round_stochastic(-0.0f, random) == 0.0f,
+               "BF16 stays");
+        expect(isinf(bf16_round_stochastic(-INFINITY, random)), "infinity stays");
+        expect(isnan(bf16_round_stochastic(bits_float(0x7F800001u), random)), "NaN stays");
+    }
+}
+
 // The claim in the head comment of fp8.h: half an ulp is at most 2^-4 (E4M3) or 2^-3 (E5M2) of a normal value.
 static void test_rounding_error_bound(void) {
     for (int i = 0; i < 1000000; i++) {
@@ -225,10 +256,11 @@ static void test_cuda_header_decode(void) {
             double want = exponent == 0 ? ldexp(fraction, -14) : ldexp(1.0 + fraction, exponent - 15);
             float x = f.decode((uint8_t)code);
             if (exponent == 31) {
-                expect(fraction > 0.0 ? isnan(x) : isinf(x), "%s %02x = %g, the CUDA header says half %04x", f.name, code,
-                       (double)x, half);
+                expect(fraction > 0.0 ? isnan(x) : isinf(x), "%s %02x = %g, the CUDA header says half %04x", f.name,
+                       code, (double)x, half);
             } else {
-                expect((double)fabsf(x) == want, "%s %02x = %a, the CUDA header says %a", f.name, code, (double)x, want);
+                expect((double)fabsf(x) == want, "%s %02x = %a, the CUDA header says %a", f.name, code, (double)x,
+                       want);
             }
         }
     }
@@ -245,6 +277,7 @@ int main(void) {
     unit_run(test_encode_sweep_of_all_floats);
     unit_run(test_encode_random_floats);
     unit_run(test_bf16_round);
+    unit_run(test_bf16_round_stochastic);
     unit_run(test_rounding_error_bound);
     unit_run(test_cuda_header_decode);
     return unit_report();

@@ -36,8 +36,10 @@ static void expect_scale(const ScaleSlot* slot, float want, const char* what) {
 
 static void test_init(void) {
     ScaleSlot slot = fresh(E4M3_MAX, SLOT_DELAYED);
-    expect(slot.scale == 1.0f && slot.descale == 1.0f, "scale %g, descale %g", (double)slot.scale, (double)slot.descale);
-    expect(slot.amax == 0.0f && slot.jit_amax == 0.0f, "amax %g, jit_amax %g", (double)slot.amax, (double)slot.jit_amax);
+    expect(slot.scale == 1.0f && slot.descale == 1.0f, "scale %g, descale %g", (double)slot.scale,
+           (double)slot.descale);
+    expect(slot.amax == 0.0f && slot.jit_amax == 0.0f, "amax %g, jit_amax %g", (double)slot.amax,
+           (double)slot.jit_amax);
     expect(slot.count == 0 && slot.head == 0 && slot.warmup == AMAX_WARMUP, "count, head or warmup");
     for (int i = 0; i < AMAX_HISTORY_MAX; i++) {
         expect(slot.history[i] == 0.0f, "history[%d] = %g", i, (double)slot.history[i]);
@@ -184,7 +186,8 @@ static void test_ring_wraps(void) {
         expect(scale_slot_ring_amax(&slot, recipe) == largest_of_3[i], "step %d: ring %g, want %g", i,
                (double)scale_slot_ring_amax(&slot, recipe), (double)largest_of_3[i]);
         expect_scale(&slot, 448.0f / largest_of_3[i], "maximum of the last 3");
-        expect(slot.count == (i < 3 ? i + 1 : 3) && slot.head == (i + 1) % 3, "count %d, head %d", slot.count, slot.head);
+        expect(slot.count == (i < 3 ? i + 1 : 3) && slot.head == (i + 1) % 3, "count %d, head %d", slot.count,
+               slot.head);
     }
     expect(slot.history[3] == 0.0f, "the ring keeps to its length");
 }

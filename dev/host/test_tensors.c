@@ -94,7 +94,8 @@ static void test_memory_plan(void) {
     for (int i = 0; i < N; i++) {
         char* start = (char*)address[i];
         expect((start - block) % 256 == 0, "buffer %d is at byte %zd", i, (ssize_t)(start - block));
-        expect(start >= end && start - end < 256, "buffer %d overlaps or wastes: %zd after the end", i, (ssize_t)(start - end));
+        expect(start >= end && start - end < 256, "buffer %d overlaps or wastes: %zd after the end", i,
+               (ssize_t)(start - end));
         memset(start, i & 0xFF, bytes[i]); // AddressSanitizer sees the end of the block
         end = start + bytes[i];
     }
