@@ -1250,7 +1250,8 @@ static void adamw_case(int layers, size_t n, int kind, int t, float grad_norm, i
     float *master = random_floats(&arena, total, 0, 0.05, 1), *m = random_floats(&arena, total, 0, 1e-3, 2);
     float *v = random_floats(&arena, total, 0, 1e-3, 3), *grad = random_floats(&arena, total, 0, 1e-2, 4);
     for (size_t i = 0; i < total; i++) {
-        v[i] = t == 1 ? 0.0f : v[i] * v[i];
+        // moments that AdamW can reach: |m| <= 1.17 sqrt(v) for these betas (Cauchy-Schwarz), so steps stay small
+        v[i] = t == 1 ? 0.0f : m[i] * m[i] + v[i] * v[i];
         if (t == 1) { m[i] = 0.0f; }
         if (i % 11 == 0) { grad[i] = 0.0f; }
     }
@@ -1276,8 +1277,7 @@ static void adamw_case(int layers, size_t n, int kind, int t, float grad_norm, i
     snprintf(what, sizeof(what), "layers %d, n %zu, kind %d, t %d, norm %g, skip %d, from master %d", layers, n, kind,
              t, (double)grad_norm, skip, from_master);
     // the update is lr * (a few FP32 operations, two of them powers: 1 - beta^t loses up to 20 ulps at t = 1)
-    // and is multiplied by |m| / sqrt(v), up to 64 for these inputs: a small v beside a large m
-    Rule rule_master = {"master", RULE_F32, 1e-3 * 64.0 * FP32_CHAIN, 0x1p-22, 0, 0, NULL};
+    Rule rule_master = {"master", RULE_F32, 1e-3 * 16.0 * FP32_CHAIN, 0x1p-22, 0, 0, NULL};
     Rule rule_m = {"m", RULE_F32, FP32_CHAIN * 1e-2, FP32_CHAIN, 0, 0, NULL};
     Rule rule_v = {"v", RULE_F32, 0x1p-126, FP32_CHAIN, 0, 0, NULL};
     Rule rules[] = {rule_master, rule_m, rule_v, rule_ignore("param"),
