@@ -84,6 +84,9 @@ CUDNN_DIR = $(call once,CUDNN_DIR,$(firstword $(patsubst %/cudnn.h,%,$(wildcard 
     $(if $(CUDNN_PATH),$(CUDNN_PATH)/include/cudnn.h,$(addsuffix /cudnn.h,$(CUDA_PATH)/include /usr/include \
     /usr/include/x86_64-linux-gnu /usr/include/aarch64-linux-gnu /usr/local/include \
     $(addsuffix /nvidia/cudnn/include,$(PYTHON_PACKAGES))))))))
+# Where libcudnn lies beside those headers: looked at, at run time, when the loader knows of none.
+CUDNN_LIBRARY_DIR = $(patsubst %/libcudnn.so.9,%,$(firstword $(wildcard $(addprefix $(CUDNN_DIR)/../,lib/libcudnn.so.9 \
+    lib64/libcudnn.so.9))))
 WITH_CUDNN = $(if $(filter 1,$(CUDNN)),$(and $(CUDNN_FRONTEND_DIR),$(CUDNN_DIR),$(wildcard lib/attention_cudnn.cpp)))
 CUDNN_OBJECT = $(if $(WITH_CUDNN),build/attention_cudnn.o)
 CUDNN_DEFINE = $(if $(WITH_CUDNN),-DENABLE_CUDNN)
@@ -105,7 +108,8 @@ test_gpt_fp8: $(MODEL_TEST) $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJE
 	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS) -lgomp
 
 build/attention_cudnn.o: lib/attention_cudnn.cpp $(HEADERS) build/nvcc.flags
-	$(CXX) -c -std=c++17 -O2 $(WARNINGS) $(PORTABLE_ARCH) -DENABLE_CUDNN -isystem $(CUDNN_FRONTEND_DIR) \
+	$(CXX) -c -std=c++17 -O2 $(WARNINGS) $(PORTABLE_ARCH) -DENABLE_CUDNN \
+	    -DCUDNN_BUILD_LIBRARY_DIR='"$(CUDNN_LIBRARY_DIR)"' -isystem $(CUDNN_FRONTEND_DIR) \
 	    -isystem $(CUDNN_DIR) -isystem $(CUDA_PATH)/include -o $@ $<
 
 build/bench/%: dev/%.cu $(wildcard dev/*.cuh) $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc

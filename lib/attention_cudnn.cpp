@@ -182,17 +182,19 @@ static CudnnAttentionPlan* find_plan(CudnnAttention* cudnn, CudnnAttentionShape 
 // ---------------------------------------------------------------------------------------------------------------------
 // the library
 
+static void* open_library_in(const char* folder) {
+    if (folder == NULL || folder[0] == 0) { return NULL; }
+    return dlopen((std::string(folder) + "/libcudnn.so.9").c_str(), RTLD_NOW | RTLD_LOCAL);
+}
+
+// $CUDNN_LIBRARY_PATH, then where the loader looks, then beside the headers of the build (cuDNN from a Python package).
 static void* open_library(char* reason, size_t reason_bytes) {
-    const char* folder = getenv("CUDNN_LIBRARY_PATH");
-    if (folder != NULL && folder[0] != 0) {
-        std::string path = std::string(folder) + "/libcudnn.so.9";
-        void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (library != NULL) { return library; }
-    }
-    void* library = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
+    void* library = open_library_in(getenv("CUDNN_LIBRARY_PATH"));
+    if (library == NULL) { library = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL); }
     if (library == NULL) {
         const char* error = dlerror();
         snprintf(reason, reason_bytes, "libcudnn.so.9 cannot be opened: %s", error ? error : "no reason given");
+        library = open_library_in(CUDNN_BUILD_LIBRARY_DIR);
     }
     return library;
 }
