@@ -44,6 +44,7 @@
 #include "lib/schedule.h"
 #include "lib/checkpoint.h"
 #include "lib/roofline.h"
+#include "lib/profile.h"
 #include "lib/logger.h"
 
 #include "dev/compare.h"

@@ -120,7 +120,7 @@ static void linear_free(Device* dev, Linear* l) {
 static void linear_run(Device* dev, const Linear* l, MatmulRole role) {
     if (role == MATMUL_FORWARD) { matmul_forward(dev, l->y, l->x, l->w, NULL, l->rows, l->C, l->OC); }
     if (role == MATMUL_DGRAD) { matmul_dgrad(dev, l->dx, l->dy, l->w, l->rows, l->C, l->OC); }
-    if (role == MATMUL_WGRAD) { matmul_wgrad(dev, l->dw, l->dy, l->x, l->rows, l->C, l->OC); }
+    if (role == MATMUL_WGRAD) { matmul_wgrad(dev, l->dw, l->dy, l->x, 1, l->rows, l->C, l->OC); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

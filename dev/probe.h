@@ -184,7 +184,8 @@ static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
         matmul_dgrad(dev, PROBE_BF16("dx"), probe_e5m2(a, "dy_"), probe_e4m3(a, "w_"), c->rows, c->C, c->OC);
         break;
     case OP_MATMUL_WGRAD:
-        matmul_wgrad(dev, PROBE_F32("dw"), probe_e5m2(a, "dy_"), probe_e4m3(a, "x_"), c->rows, c->C, c->OC);
+        matmul_wgrad(dev, PROBE_F32("dw"), probe_e5m2(a, "dy_"), probe_e4m3(a, "x_"), c->accumulate, c->rows,
+                     c->C, c->OC);
         break;
     case OP_ATTENTION_FORWARD:
         attention_forward(dev, PROBE_BF16("out"), PROBE_F32("lse"), PROBE_BF16("qkv"), c->B, c->T, c->NH, c->HS);

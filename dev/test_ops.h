@@ -581,16 +581,20 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
     MatmulOperand dy = matmul_operand(&arena, M, (size_t)OC, fp8, 1, 1e-3, 3);
     size_t n = pass == MATMUL_FORWARD ? M * OC : pass == MATMUL_DGRAD ? M * C : (size_t)OC * C;
     double* truth = arena_doubles(&arena, n);
-    for (int with_bias = 0; with_bias < (pass == MATMUL_FORWARD ? 2 : 1); with_bias++) {
+    // forward without and with a bias, dgrad, wgrad into poisoned memory and on top of what is there
+    for (int variant = 0; variant < (pass == MATMUL_DGRAD ? 1 : 2); variant++) {
+        int with_bias = pass == MATMUL_FORWARD && variant, accumulate = pass == MATMUL_WGRAD && variant;
         OpCall call = op_call(pass == MATMUL_FORWARD ? OP_MATMUL_FORWARD
                               : pass == MATMUL_DGRAD ? OP_MATMUL_DGRAD
                                                      : OP_MATMUL_WGRAD);
-        call.rows = rows, call.C = C, call.OC = OC;
+        call.rows = rows, call.C = C, call.OC = OC, call.accumulate = accumulate;
         const char* output = pass == MATMUL_FORWARD ? "y" : pass == MATMUL_DGRAD ? "dx" : "dw";
         int K = pass == MATMUL_FORWARD ? C : pass == MATMUL_DGRAD ? OC : rows;
         float* start = random_floats(&arena, n, 0, 1e-3, 4);
-        if (pass == MATMUL_WGRAD) {
+        if (accumulate) {
             arg_add(&call, output, ARG_F32, ARG_INOUT, start, n);
+        } else if (pass == MATMUL_WGRAD) {
+            arg_add(&call, output, ARG_F32, ARG_OUT, arena_floats(&arena, n), n);
         } else {
             arg_add(&call, output, ARG_BF16, ARG_OUT, arena_floats(&arena, n), n);
         }
@@ -609,12 +613,12 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
             product_f64(truth, dy.exact_transposed, x.exact_transposed, (size_t)OC, (size_t)C, M);
         }
         for (size_t i = 0; i < n; i++) {
-            truth[i] += pass == MATMUL_WGRAD ? (double)start[i] : with_bias ? (double)bias[i % (size_t)OC] : 0.0;
+            truth[i] += accumulate ? (double)start[i] : with_bias ? (double)bias[i % (size_t)OC] : 0.0;
         }
         char what[128];
         const char* names[] = {"forward", "dgrad", "wgrad"};
-        snprintf(what, sizeof(what), "%s %s, rows %d, C %d, OC %d, bias %d", fp8 ? "fp8" : "bf16", names[pass], rows, C,
-                 OC, with_bias);
+        snprintf(what, sizeof(what), "%s %s, rows %d, C %d, OC %d, bias %d, accumulate %d", fp8 ? "fp8" : "bf16",
+                 names[pass], rows, C, OC, with_bias, accumulate);
         Rule rules[] = {rule_ignore(output)};
         OpOutcome outcome = run_case(&arena, what, &call, rules, 1);
         double drift = matmul_drift(pass, fp8, K), cpu_drift = matmul_drift(pass, 0, K);

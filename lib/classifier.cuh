@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS, 2)
 
 void classifier(Device* dev, bf16* logits, float* losses, const int* targets, float dloss, int with_gradient, int rows,
                 int V, int Vp) {
+    cost_classifier(dev, with_gradient, rows, Vp);
     check(rows > 0 && V > 0 && V <= Vp && Vp % BF16_OF_VECTOR == 0,
           "classifier: (rows, V, Vp) = (%d, %d, %d), want rows > 0, 0 < V <= Vp, Vp a multiple of %d", rows, V, Vp,
           BF16_OF_VECTOR);

@@ -94,6 +94,7 @@ typedef struct {
     float floor_loss;         // best reachable loss, shown as a line in log and plot; 0: unknown
     // run
     int log_every;     // a line on the screen every N steps; the log files get every step
+    int profile;       // steps whose time is split up by op, once scales are warm; 0: none
     int threads;       // CPU build; 0: all cores
     int dry_run;       // 1: print settings and memory plan and stop
     int zero_stage;    // llm.c's -z; 1 means the same as 0 on one rank
@@ -254,6 +255,8 @@ static inline const Flag* config_flags(int* count) {
         {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Run"},
         {"log-every", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(log_every), "1", 1, 2e9, NULL, "N",
          "a line on the screen every N steps; the files in -o get every step"},
+        {"profile", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(profile), "0", 0, 2e9, NULL, "N",
+         "time every op of N steps, from step 18 in FP8 (scales are warm), else 4, and print a table; 0: off"},
         {"threads", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(threads), "0", 0, 4096, NULL, "N",
          "threads of the CPU build; 0: all cores"},
         {"dry-run", NULL, FLAG_SWITCH, FLAG_OF_VIEW, FLAG_AT(dry_run), "0", 0, 1, NULL, NULL,

@@ -22,6 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "profile.h"
 #include "rng.h"
 #include "scaling.h"
 
@@ -169,6 +170,14 @@ size_t reduction_workspace_bytes(Device* dev, int cols);
 void bf16_to_host(Device* dev, float* to, const bf16* from, size_t n);
 void bf16_from_host(Device* dev, bf16* to, const float* from, size_t n);
 
+// Profiling: from begin to end every op is timed (GPU: events on the stream; CPU: the clock) and added to `profile`.
+// begin wants nothing queued on the device; end waits for it. Ops call mark through op_cost.h: from here on the time
+// belongs to profile->ops[op], -1: to nobody. profile_begin to _end is one step; the caller adds its duration.
+void device_profile_begin(Device* dev, Profile* profile);
+void device_profile_end(Device* dev);
+Profile* device_profile(const Device* dev); // NULL: not profiling
+void device_profile_mark(Device* dev, int op);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // embedding.cuh: tokens -> residual stream
 
@@ -200,7 +209,8 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
 // dx (rows, C) BF16 = dy (rows, OC) . w                              FP8: dy.data, w.transposed
 void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, int C, int OC);
 // dw (OC, C) FP32 += dy^T . x                                        FP8 when x.transposed: dy.transposed, x.transposed
-void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows, int C, int OC);
+// accumulate 0: dw = dy^T . x, the same values as added to zeros; what dw held before is not read
+void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accumulate, int rows, int C, int OC);
 size_t matmul_workspace_bytes(void);
 
 // ---------------------------------------------------------------------------------------------------------------------

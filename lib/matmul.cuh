@@ -391,6 +391,7 @@ static inline void matmul_run(Device* dev, const MatmulCall* call) {
 // NOTE: in FP8 a bias costs 30% at C = 768 (122.6 -> 159 us on an H200, 2026-11-21): better added by who reads y.
 void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16* bias, int rows, int C, int OC) {
     int fp8 = w.data != NULL;
+    cost_matmul_forward(dev, fp8, rows, C, OC);
     MatmulCall call = {};
     call.key = {MATMUL_FORWARD, fp8, bias != NULL, rows, C, OC};
     call.d = y;
@@ -405,6 +406,7 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
 // dx (rows, C) BF16 = dy (rows, OC) . w   FP8: dy.data, w.transposed
 void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, int C, int OC) {
     int fp8 = w.data != NULL || w.transposed != NULL;
+    cost_matmul_dgrad(dev, fp8, rows, C, OC);
     MatmulCall call = {};
     call.key = {MATMUL_DGRAD, fp8, 0, rows, C, OC};
     call.d = dx;
@@ -416,8 +418,10 @@ void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, 
 }
 
 // dw (OC, C) FP32 += dy^T . x   FP8 when x.transposed: dy.transposed, x.transposed
-void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows, int C, int OC) {
+// accumulate 0: dw = dy^T . x, by the same algorithm: a first micro-step has the values of 0 + dy^T . x
+void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accumulate, int rows, int C, int OC) {
     int fp8 = x.transposed != NULL;
+    cost_matmul_wgrad(dev, fp8, accumulate, rows, C, OC);
     MatmulCall call = {};
     call.key = {MATMUL_WGRAD, fp8, 0, rows, C, OC};
     call.d = dw;
@@ -425,7 +429,7 @@ void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows,
     call.b = fp8 ? (const void*)dy.transposed : dy.wide;
     call.a_descale = matmul_descale(fp8, x.slot);
     call.b_descale = matmul_descale(fp8, dy.slot);
-    call.beta = 1.0f;
+    call.beta = accumulate ? 1.0f : 0.0f;
     matmul_run(dev, &call);
 }
 

@@ -356,7 +356,8 @@ static void test_shape_flags(void) {
 
 // What the run depends on changes the hash, what is only seen does not.
 static void test_hash(void) {
-    const char* lines[] = {"-i x", "-i x -o log -v 7 -s 9 -g 3 --threads 2 --log-every 5 --prompt a --floor-loss 1",
+    const char* lines[] = {"-i x", "-i x -o log -v 7 -s 9 -g 3 --threads 2 --log-every 5 --prompt a --floor-loss 1 "
+                                   "--profile 2",
                            "-i y", "-i x -l 1e-3", "-i x -e d24", "-i x --seed 43", "-i x --bf16-ops fc", "-i x -b 8",
                            "-i x --bf16-layers 0,1", "-i x --bf16-layers 1,0", "-i x --precision bf16", "-i x -u 1"};
     uint64_t hash[12];

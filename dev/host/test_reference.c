@@ -483,8 +483,16 @@ static void matmul_case(int fp32, int fp8, int rows, int C, int OC) {
     float* dw = random_values(nw, 1.0);
     double* dw_want = to_doubles(dw, nw);
     product_model(dw_want, dy_values, 1, (size_t)OC, x_values, 1, (size_t)C, OC, C, rows);
-    matmul_wgrad(dev, dw, dy, x, rows, C, OC);
+    matmul_wgrad(dev, dw, dy, x, 1, rows, C, OC);
     expect_near("matmul dw", dw, dw_want, nw, 2e-6, 0);
+    float* dw_alone = poisoned_floats(nw);
+    matmul_wgrad(dev, dw_alone, dy, x, 0, rows, C, OC);
+    memset(dw, 0, nw * sizeof(float));
+    matmul_wgrad(dev, dw, dy, x, 1, rows, C, OC);
+    for (size_t i = 0; i < nw; i++) { // as values: added to zero, -0 becomes 0
+        expect(dw_alone[i] == dw[i], "dw[%zu] = %.9g, added to zero %.9g", i, (double)dw_alone[i], (double)dw[i]);
+    }
+    free(dw_alone);
     free(x.data), free(x.transposed), free(w.data), free(w.transposed), free(dy.data), free(dy.transposed);
     free(x_values), free(w_values), free(dy_values), free(bias), free(dx_want), free(dx), free(dw), free(dw_want);
     close_device(dev);
@@ -958,7 +966,7 @@ static void test_other_ops_threads(void) {
         memset(&state[i], 0, sizeof(StepState));
         matmul_forward(dev, y[i], x, w, NULL, ROWS, C, OC);
         matmul_dgrad(dev, dx[i], dy, w, ROWS, C, OC);
-        matmul_wgrad(dev, dw[i], dy, x, ROWS, C, OC);
+        matmul_wgrad(dev, dw[i], dy, x, 1, ROWS, C, OC);
         attention_forward(dev, out[i], lse[i], qkv, B, T, NH, HS);
         attention_backward(dev, dqkv[i], x.wide, out[i], lse[i], qkv, B, T, NH, HS);
         classifier(dev, logits[i], losses[i], targets, 0.01f, 1, ROWS, 41, OC);
