@@ -188,7 +188,7 @@ static double linear_check(Device* dev, const Linear* l, MatmulRole role, int* f
         }
         if (!(fabs((double)got - want) <= bound)) { // NaN is a failure too
             printf("FAILED %s rows, C, OC = %d, %d, %d: element (%zu, %zu) is %g, want %g +- %g\n",
-                   matmul_role_name({role, l->fp8, 0, 0, 0, 0}), l->rows, l->C, l->OC, i, j, got, want, bound);
+                   matmul_role_name({role, l->fp8, 0, 0, 0, 0, 0}), l->rows, l->C, l->OC, i, j, got, want, bound);
             *failures += 1;
         }
         xy += got * want, xx += (double)got * got, yy += want * want;

@@ -695,6 +695,10 @@ void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accum
 
 size_t matmul_workspace_bytes(void) { return 0; }
 
+void matmul_set_fast_accum(Device* dev, int roles) { (void)dev, (void)roles; }
+
+void matmul_set_autotune(Device* dev, const char* cache_path) { (void)dev, (void)cache_path; }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // attention: one (batch, head) per task, ATTENTION_ROWS queries at a time against all keys before them, so that a
 // strip (ATTENTION_ROWS, T) of scores exists, never (T, T)
@@ -1003,9 +1007,9 @@ void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int
 // ---------------------------------------------------------------------------------------------------------------------
 // classifier
 
-// One row: returns -log softmax(logits)[target]; with_gradient turns the row into (softmax - onehot) * dloss.
-static inline float classifier_row(const Device* dev, float* logits, int target, float dloss, int with_gradient, int V,
-                                   int Vp) {
+// One row: returns -log softmax(logits)[target], and, unless gradient is NULL, writes gradient (Vp) = (softmax - onehot) *
+// dloss, not rounded. gradient may be logits.
+static inline float classifier_row(float* gradient, const float* logits, int target, float dloss, int V, int Vp) {
     float largest = logits[0];
 #pragma omp simd reduction(max : largest)
     for (int v = 1; v < V; v++) {
@@ -1022,25 +1026,53 @@ static inline float classifier_row(const Device* dev, float* logits, int target,
         sum += block;
     }
     float loss = logf(sum) + largest - logits[target];
-    if (with_gradient) {
+    if (gradient != NULL) {
         float target_probability = exp_f32(logits[target] - largest) / sum, factor = dloss / sum;
 #pragma omp simd
         for (int v = 0; v < V; v++) {
-            logits[v] = bf16_stored(dev, exp_f32(logits[v] - largest) * factor);
+            gradient[v] = exp_f32(logits[v] - largest) * factor;
         }
-        logits[target] = bf16_stored(dev, (target_probability - 1.0f) * dloss);
-        memset(logits + V, 0, (size_t)(Vp - V) * sizeof(float));
+        gradient[target] = (target_probability - 1.0f) * dloss;
+        memset(gradient + V, 0, (size_t)(Vp - V) * sizeof(float));
     }
     return loss;
 }
 
-void classifier(Device* dev, bf16* logits, float* losses, const int* targets, float dloss, int with_gradient, int rows,
-                int V, int Vp) {
+// The classifier as a producer of FP8.
+typedef struct {
+    float* losses;
+    const float* logits;
+    const int* targets;
+    float dloss;
+    int V, Vp;
+} ClassifierOp;
+
+static inline void classifier_fp8_row(const void* op_, int row, float* values, float* sums, Pass pass) {
+    const ClassifierOp* op = (const ClassifierOp*)op_;
+    (void)sums, (void)pass;
+    const float* logits = op->logits + (size_t)row * op->Vp;
+    op->losses[row] = classifier_row(values, logits, op->targets[row], op->dloss, op->V, op->Vp);
+}
+
+void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, const int* targets, float dloss,
+                int with_gradient, int rows, int V, int Vp) {
     cost_classifier(dev, with_gradient, rows, Vp);
     check(V > 0 && V <= Vp, "classifier: (V, Vp) = (%d, %d), want 0 < V <= Vp", V, Vp);
+    if (with_gradient && (dlogits.data != NULL || dlogits.transposed != NULL)) {
+        check(dlogits.wide == NULL, "classifier: dlogits in FP8 and BF16, want one of them");
+        dlogits.measure_first = dlogits.record = 0;
+        ClassifierOp op = {losses, logits, targets, dloss, V, Vp};
+        produce(dev, row_output_e5m2(dlogits), producer_of("classifier", classifier_fp8_row, &op), rows, Vp);
+        return;
+    }
+    check(!with_gradient || dlogits.wide == logits, "classifier: dlogits in BF16 replace the logits, found another place");
 #pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-3 * rows * Vp))
     for (int row = 0; row < rows; row++) {
-        losses[row] = classifier_row(dev, logits + (size_t)row * Vp, targets[row], dloss, with_gradient, V, Vp);
+        float* line = logits + (size_t)row * Vp;
+        losses[row] = classifier_row(with_gradient ? line : NULL, line, targets[row], dloss, V, Vp);
+        for (int v = 0; with_gradient && v < V; v++) {
+            line[v] = bf16_stored(dev, line[v]);
+        }
     }
 }
 
