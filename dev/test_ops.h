@@ -1157,6 +1157,8 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
 
 // The gradient in FP8 against FP64: every code that of the exact value or its neighbour, and few of the latter. The scale
 // is the program's: dloss becomes 2^15. `deviation` 3 gives probabilities from below 2^-32 (which become 0) to 1.
+// A floor may find p from the log-sum-exp s, by way of 4 roundings of numbers up to s / ln 2: a relative error of p of up
+// to 2^-24 * 4 / ln 2 * s, far below a step of E5M2 unless p - 1 cancels: there it is allowed as it is.
 static void classifier_fp8_case(int rows, int V, int Vp, double deviation) {
     Arena arena = {};
     size_t n = (size_t)rows * Vp;
@@ -1182,7 +1184,8 @@ static void classifier_fp8_case(int rows, int V, int Vp, double deviation) {
     char what[128];
     snprintf(what, sizeof(what), "FP8, rows %d, V %d, Vp %d, deviation %g", rows, V, Vp, deviation);
     Rule losses = {"losses", RULE_F32, FP32_CHAIN * (largest_of(logits, n) + 16.0), 0, 0, 0, NULL};
-    Rule rules[] = {rule_exact("logits"), losses, rule_codes("data"), rule_codes("transposed"), rule_slot("slot")};
+    // both floors are judged below
+    Rule rules[] = {rule_exact("logits"), losses, rule_ignore("data"), rule_ignore("transposed"), rule_slot("slot")};
     OpOutcome outcome = run_case(&arena, what, &call, rules, 5);
     const OpCall* calls[2] = {&outcome.reference, &outcome.subject};
     for (int k = 0; k < 2; k++) {
@@ -1204,6 +1207,8 @@ static void classifier_fp8_case(int rows, int V, int Vp, double deviation) {
                 int code = codes[(size_t)r * Vp + v], exact = e5m2_from_float((float)want);
                 int distance = abs((code & 127) - (exact & 127));
                 int same_sign = ((code ^ exact) & 128) == 0 || (code & 127) + (exact & 127) <= 1;
+                double off = fabs((double)float_from_e5m2((uint8_t)code) - want);
+                if (v == targets[r] && off <= 0x1p15 * 0x1p-24 * 4.0 * 1.4427 * fabs(top + log(sum))) { continue; }
                 expect(v < V ? distance <= 1 && same_sign : code == 0, "%s: code (%d, %d) is %02x, want %02x", what, r,
                        v, code, exact);
                 flips += distance != 0;

@@ -103,6 +103,15 @@ else
     check "FP8 close to BF16: |$fp8 - $bf16| = $gap" "want below 0.03" below "$gap" 0.03
 fi
 
+train head --precision fp8 --fp8-lm-head 1
+head=$(last_val head)
+gap=$(awk -v a="$head" -v b="$fp8" 'BEGIN { d = a - b; print d < 0 ? -d : d }')
+if [[ $head == "$fp8" ]]; then
+    fail "FP8 head differs from BF16 head" "both have validation loss $fp8: is --fp8-lm-head ignored?"
+else
+    check "FP8 head close to BF16 head: |$head - $fp8| = $gap" "want below 0.03" below "$gap" 0.03
+fi
+
 train again --precision fp8 --save-model "$work/again.bin"
 check "two runs: the same losses and norms, bit for bit" "metrics.jsonl differs" cmp -s <(losses fp8 step) <(losses again step)
 check "two runs: the same model file" "files differ" cmp -s "$work/fp8.bin" "$work/again.bin"
