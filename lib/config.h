@@ -750,7 +750,8 @@ static inline const char* config_autotune_cache(const TrainConfig* train, char* 
         path[0] = 0;
     }
     check(length < (int)size, "--autotune-cache: the file name is longer than %zu characters", size);
-    for (char* slash = path; train->autotune_cache[0] == 0 && (slash = strchr(slash + 1, '/')) != NULL;) {
+    int make = length > 0 && train->autotune_cache[0] == 0;
+    for (char* slash = path; make && (slash = strchr(slash + 1, '/')) != NULL;) {
         *slash = 0;
         mkdir(path, 0777); // one that exists, or cannot be made, shows when the file is opened
         *slash = '/';

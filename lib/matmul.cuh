@@ -317,12 +317,16 @@ static inline void matmul_autotune(Device* dev, MatmulShapePlan* plan, const Mat
     int lock = -1;
     if (plans->autotune_path != NULL) {
         lock = matmul_cache_lock(plans->autotune_path);
-        matmul_cache_load(&plans->cache, plans->autotune_path); // another rank may have been here first
+        if (lock >= 0) {
+            matmul_cache_load(&plans->cache, plans->autotune_path); // another rank may have been here first
+        } else {
+            matmul_forget_path(plans); // while errno says why
+        }
     }
     if (!matmul_use_remembered(dev, plan, entry.key)) {
         if (matmul_cache_find(&plans->cache, entry.key) != NULL) {
-            fprintf(stderr, "warning: '%s': cuBLASLt does not accept the algorithm for '%s': it is chosen anew\n",
-                    plans->autotune_path, entry.key); // in memory alone there is no other cuBLASLt
+            fprintf(stderr, "warning: cuBLASLt does not accept the remembered algorithm for '%s': it is chosen anew\n",
+                    entry.key);
         }
         cublasLtMatmulHeuristicResult_t candidates[MATMUL_CANDIDATES];
         float microseconds = 0.0f;
@@ -335,9 +339,7 @@ static inline void matmul_autotune(Device* dev, MatmulShapePlan* plan, const Mat
             entry.microseconds = microseconds;
             memcpy(entry.algo, &plan->algo, sizeof(entry.algo));
             matmul_cache_put(&plans->cache, &entry);
-            if (plans->autotune_path != NULL && (lock < 0 || !matmul_cache_save(&plans->cache, plans->autotune_path))) {
-                matmul_forget_path(plans);
-            }
+            if (lock >= 0 && !matmul_cache_save(&plans->cache, plans->autotune_path)) { matmul_forget_path(plans); }
         }
     }
     matmul_cache_unlock(lock);
@@ -495,7 +497,8 @@ void matmul_set_autotune(Device* dev, const char* cache_path) {
     plans->autotune_path = (char*)malloc_or_die(strlen(cache_path) + 1);
     strcpy(plans->autotune_path, cache_path);
     errno = ENOENT;
-    int lock = cache_path[0] != 0 ? matmul_cache_lock(cache_path) : -1; // what is wrong with the path shows now and not in the first step
+    // what is wrong with the path shows now and not in the first step
+    int lock = cache_path[0] != 0 ? matmul_cache_lock(cache_path) : -1;
     if (lock >= 0) { matmul_cache_load(&plans->cache, cache_path); }
     // a corrupt file was reported once: do not find it again
     if (lock < 0 || !matmul_cache_save(&plans->cache, cache_path)) { matmul_forget_path(plans); }
