@@ -801,13 +801,19 @@ static float validate(Model* model, DataLoader* loader, int num_batches) {
 
 #define SAMPLE_STREAM 1 // of the counter-based generator: text samples
 
+// The longest text that one pass can see. FP8 products take multiples of 16 rows.
+static int sample_capacity(const Model* model) {
+    int BT = model->B * model->T, longest = model->config.max_seq_len, capacity = BT < longest ? BT : longest;
+    return model->train->precision == PRECISION_FP8 ? capacity / 16 * 16 : capacity;
+}
+
 // The next token after tokens (t of them), drawn with temperature and top-k from the model's distribution.
 // logits: host scratch (V). draw: which random number of the sample stream.
 static int sample_next(Model* model, const int* tokens, int t, float* logits, uint64_t draw) {
     const TrainConfig* train = model->train;
     int C = model->config.channels, V = model->config.vocab_size, Vp = model->config.padded_vocab_size;
     // a multiple of 64 rows, so that shapes repeat (plans are cached per shape) and FP8 products can take them
-    int capacity = model->B * model->T < model->config.max_seq_len ? model->B * model->T : model->config.max_seq_len;
+    int capacity = sample_capacity(model);
     int T = (t + 63) / 64 * 64 < capacity ? (t + 63) / 64 * 64 : capacity;
     Batch* host = &model->staged[0];
     for (int i = 0; i < T; i++) {
@@ -840,7 +846,8 @@ static void print_token(const Tokenizer* tokenizer, int id) {
 // Print a continuation of the prompt. Same model, same seed: same text.
 static void generate(Model* model, const Tokenizer* tokenizer) {
     const TrainConfig* train = model->train;
-    int capacity = model->B * model->T < model->config.max_seq_len ? model->B * model->T : model->config.max_seq_len;
+    int capacity = sample_capacity(model);
+    if (capacity == 0) { return; } // max_seq_len below 16
     int* tokens = (int*)malloc_or_die((size_t)capacity * sizeof(int));
     float* logits = (float*)malloc_or_die((size_t)model->config.vocab_size * sizeof(float));
     int end_of_text = tokenizer != NULL ? tokenizer->end_of_text : model->config.vocab_size - 1;
@@ -1033,6 +1040,10 @@ static int train_loop(Run* run, Model* model) {
             }
             return 1;
         }
+    }
+    if (is_first_rank && train->profile > 0 && run->profile.num_steps == 0) {
+        printf("no profile: %d steps, --profile looks at step %d and those after it\n", run->num_steps,
+               profile_from(train) + 1);
     }
     if (is_first_rank && run->num_steps > 1) {
         printf("mean of steps 2 to %d: %.2f ms, %.0f tok/s\n", run->num_steps, 1e3 * total_s / (run->num_steps - 1),
