@@ -212,6 +212,9 @@ PYTHON
 }
 train profile --profile 2 -x 20 -b 4 -d 512
 check "--profile splits two steps into ops" "$(check_profile 2>&1)" check_profile
+train short --profile 2 -x 3 -b 2 -t 24 --max-seq-len 24 -s 2 -g 30
+check "--profile says that a run was too short" "no such line" grep -q "^no profile: 3 steps" "$work/short.out"
+check "FP8 samples with a max_seq_len of 24" "$(tail -n 1 "$work/short.out")" grep -q "^mean of steps" "$work/short.out"
 train no_profile -x 20 -b 4 -d 512
 check "--profile changes no bit" "metrics.jsonl differs" cmp -s <(losses profile step) <(losses no_profile step)
 

@@ -145,6 +145,7 @@ static void test_autotune_cache(void) {
     expect(strcmp(config_autotune_cache(&train, path, sizeof(path)), want) == 0, "'%s', want '%s'", path, want);
     unsetenv("XDG_CACHE_HOME");
     unsetenv("HOME");
+    memset(path, 'a', sizeof(path)); // nothing behind the empty name is read
     expect(config_autotune_cache(&train, path, sizeof(path))[0] == 0, "'%s' without a home", path);
     Line named = line_of("-i x --autotune-cache no_such_folder/a.txt");
     parse(&named, &train, &gpt);
