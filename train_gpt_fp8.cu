@@ -36,6 +36,7 @@
 #include "lib/schedule.h"    // defines: schedule_learning_rate
 #include "lib/checkpoint.h"  // defines: llm.c model files
 #include "lib/roofline.h"    // defines: the floor of a step in seconds
+#include "lib/profile.h"     // defines: Profile: the time, bytes and FLOPs of every op
 #include "lib/logger.h"      // defines: Logger: screen, main.log, metrics.jsonl
 
 // the floor of ops
@@ -104,17 +105,25 @@ typedef struct {
     E5m2Tensor dy[NUM_LINEARS];
 } LayerActGrads;
 
+// The LM head, a linear whose weight is the token embedding, and the final LayerNorm in front of it. Both go through the
+// rows in chunks: all but the weight is scratch that the chunks share.
+typedef struct {
+    E4m3Tensor w;       // wte (Vp, C); wide always, the embedding reads it
+    E4m3Tensor x;       // output of the final LayerNorm: FP8 (head_rows, C), BF16 a chunk of Scratch.lnf
+    E5m2Tensor dlogits; // (head_rows, Vp); BF16 in place of the logits
+} Head;
+
 // Buffers with lifetimes shorter than a pass, shared by all layers.
 typedef struct {
-    e4m3* x_row;     // (BT, 4C) row-major FP8 input of the linear that runs next
+    e4m3* x_row;     // (BT, 4C) row-major FP8 input of the linear that runs next; both forms of the head's
     bf16* branch;    // (BT, C)  output of proj or fcproj, until the next LayerNorm adds it to the residual stream
     bf16* lnf;       // (BT, C)  output of the final LayerNorm, until the LM head's wgrad has read it;
     bf16* dln;       // (BT, C)    then: gradient of a LayerNorm's output (lnf's own first), or of attention's output
     bf16* logits;    // (head_rows, Vp) logits of a chunk of rows, then their gradient
     bf16* dresidual; // (BT, C)  gradient of the residual stream, all the way down
     bf16* dwide;     // (BT, 4C) gradient of gelu's output (and in BF16 of fc's), then of qkv
-    e5m2* dy_row;    // (BT, 4C) FP8 gradient of the linear whose backward runs next
-    e5m2* dy_col;    // (4C, BT) the same, transposed
+    e5m2* dy_row;    // (BT, 4C) FP8 gradient of the linear whose backward runs next; (head_rows, Vp) of the head
+    e5m2* dy_col;    // (4C, BT) the same, transposed; (Vp, head_rows)
 } Scratch;
 
 // One micro-batch on the host (pinned) or on the device: five arrays in one block, so that one copy moves them.
@@ -140,13 +149,15 @@ typedef struct {
     float* m;      // (num_parameters) first moment
     float* v;      // (num_parameters) second moment
     float* grads;  // (num_parameters) accumulated over micro-steps
+    int accumulate; // do the matrices' gradients add to what is there? Not in the first micro-step: it overwrites
 
     bf16* params[NUM_TENSORS];  // all layers of every tensor that is not a linear weight
     LayerWeights* w;            // (L)
     LayerGrads* g;              // (L)
     LayerActs* a;               // (L)
     LayerActGrads* da;          // (L)
-    ScaleSlot* slots;           // (L, NUM_LINEARS, SLOTS_PER_LINEAR)
+    Head head;
+    ScaleSlot* slots;           // (L, NUM_LINEARS, SLOTS_PER_LINEAR), then the FP8 head's (SLOTS_PER_LINEAR)
     float* amaxes;              // (num_slots) for the max over ranks
     int num_slots;
     bf16* final_residual;       // (BT, C) what the final LayerNorm reads
@@ -178,6 +189,13 @@ static int linear_is_fp8(const Model* model, int l, LinearName k) {
     return config_linear_is_fp8(model->train, &model->config, l, 1 << k); // BF16_OP_* bits: in the order of LinearName
 }
 
+// How much one token's loss counts in the loss of a step: gradients are of dloss * sum of losses.
+static float loss_weight(const Model* model) {
+    return 1.0f / ((float)(model->B * model->T) * (float)model->train->grad_accum_steps *
+                   (float)comm_num_ranks(model->comm));
+}
+
+// Slots of layer l's linear k; the FP8 head's stand where linear 0 of one more layer would.
 static ScaleSlot* slot_of(const Model* model, int l, LinearName k, SlotName s) {
     return model->slots + ((size_t)l * NUM_LINEARS + k) * SLOTS_PER_LINEAR + s;
 }
@@ -219,6 +237,11 @@ static void plan_parameters(Model* model) {
                 plan_add(plan, MEMORY_PARAMETERS, &w->wide, n * sizeof(bf16));
             }
         }
+    }
+    if (model->train->fp8_lm_head) {
+        size_t n = table->tensor[TENSOR_WTE].n;
+        plan_add(plan, MEMORY_PARAMETERS, &model->head.w.data, n * sizeof(e4m3));
+        plan_add(plan, MEMORY_PARAMETERS, &model->head.w.transposed, n * sizeof(e4m3));
     }
     plan_add(plan, MEMORY_PARAMETERS, &model->slots, (size_t)model->num_slots * sizeof(ScaleSlot));
     plan_add(plan, MEMORY_PARAMETERS, &model->amaxes, (size_t)model->num_slots * sizeof(float));
@@ -266,9 +289,11 @@ static void plan_scratch(Model* model) {
     plan_add(plan, MEMORY_SCRATCH, &s->logits,
              (size_t)model->head_rows * model->config.padded_vocab_size * sizeof(bf16));
     if (model->train->precision == PRECISION_FP8) {
+        size_t dy = BT * 4 * C, dlogits = (size_t)model->head_rows * model->config.padded_vocab_size;
+        if (model->train->fp8_lm_head && dlogits > dy) { dy = dlogits; }
         plan_add(plan, MEMORY_SCRATCH, &s->x_row, BT * 4 * C * sizeof(e4m3));
-        plan_add(plan, MEMORY_SCRATCH, &s->dy_row, BT * 4 * C * sizeof(e5m2));
-        plan_add(plan, MEMORY_SCRATCH, &s->dy_col, BT * 4 * C * sizeof(e5m2));
+        plan_add(plan, MEMORY_SCRATCH, &s->dy_row, dy * sizeof(e5m2));
+        plan_add(plan, MEMORY_SCRATCH, &s->dy_col, dy * sizeof(e5m2));
     }
     plan_add(plan, MEMORY_WORKSPACE, &model->workspace, model->workspace_bytes);
 }
@@ -346,6 +371,25 @@ static void wire_layer(Model* model, int l) {
     }
 }
 
+static void wire_head(Model* model) {
+    Head* head = &model->head;
+    Scratch* s = &model->scratch;
+    head->w.wide = model->params[TENSOR_WTE];
+    head->w.recipe = head->x.recipe = head->dlogits.recipe = model->recipe;
+    if (!model->train->fp8_lm_head) {
+        head->x.wide = s->lnf;
+        head->dlogits.wide = s->logits;
+        return;
+    }
+    head->x.data = s->x_row;
+    head->x.transposed = s->x_row + (size_t)model->head_rows * model->config.channels;
+    head->dlogits.data = s->dy_row;
+    head->dlogits.transposed = s->dy_col;
+    head->x.slot = slot_of(model, model->config.num_layers, (LinearName)0, SLOT_OF_INPUT);
+    head->w.slot = slot_of(model, model->config.num_layers, (LinearName)0, SLOT_OF_WEIGHT);
+    head->dlogits.slot = slot_of(model, model->config.num_layers, (LinearName)0, SLOT_OF_GRADIENT);
+}
+
 // How FP8 producers behave from here on: measure before they write, and record amaxes for the next step's scales.
 static void set_scaling(Model* model, int measure_first, int record) {
     for (int l = 0; l < model->config.num_layers; l++) {
@@ -354,6 +398,8 @@ static void set_scaling(Model* model, int measure_first, int record) {
             model->a[l].x[k].record = model->da[l].dy[k].record = record;
         }
     }
+    model->head.x.measure_first = measure_first;
+    model->head.x.record = record;
 }
 
 static void init_slots(Model* model) {
@@ -367,6 +413,15 @@ static void init_slots(Model* model) {
             scale_slot_init(slot + SLOT_OF_WEIGHT, E4M3_MAX, is_fp8 ? SLOT_WEIGHT : SLOT_UNUSED);
             scale_slot_init(slot + SLOT_OF_GRADIENT, E5M2_MAX, is_fp8 ? activations : SLOT_UNUSED);
         }
+    }
+    if (model->train->fp8_lm_head) {
+        ScaleSlot* slot = slots + (size_t)model->config.num_layers * NUM_LINEARS * SLOTS_PER_LINEAR;
+        scale_slot_init(slot + SLOT_OF_INPUT, E4M3_MAX, activations);
+        scale_slot_init(slot + SLOT_OF_WEIGHT, E4M3_MAX, SLOT_WEIGHT);
+        scale_slot_init(slot + SLOT_OF_GRADIENT, E5M2_MAX, SLOT_STATIC);
+        // |dlogits| = |p - y| dloss <= dloss: 1 becomes 2^15 (the largest is 1.75 * 2^15), so p keeps all bits of E5M2
+        // down to 2^-14 / 2^15 = 2^-29 and some down to 2^-31; below 2^-32 it is 0. Uniform over 50,257 it is 2^-15.6.
+        slot[SLOT_OF_GRADIENT].scale = 0x1p15f / loss_weight(model);
     }
     device_copy_in(model->dev, model->slots, slots, (size_t)model->num_slots * sizeof(ScaleSlot));
     device_sync(model->dev);
@@ -386,7 +441,7 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
     ScaleRecipe recipe = {train->amax_history, (AmaxAlgo)train->amax_algo, train->margin, train->headroom};
     model->recipe = recipe;
     int L = config.num_layers, C = config.channels, HS = C / config.num_heads;
-    model->num_slots = L * NUM_LINEARS * SLOTS_PER_LINEAR;
+    model->num_slots = (L * NUM_LINEARS + train->fp8_lm_head) * SLOTS_PER_LINEAR;
     model->w = (LayerWeights*)calloc_or_die((size_t)L, sizeof(LayerWeights));
     model->g = (LayerGrads*)calloc_or_die((size_t)L, sizeof(LayerGrads));
     model->a = (LayerActs*)calloc_or_die((size_t)L, sizeof(LayerActs));
@@ -410,6 +465,7 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
     for (int l = 0; l < L; l++) {
         wire_layer(model, l);
     }
+    wire_head(model);
     init_slots(model);
     model->counter = token_counter_create(config.vocab_size);
     model->staging = pinned_malloc(dev, (size_t)train->grad_accum_steps * batch_bytes(BT));
@@ -450,7 +506,8 @@ static void for_each_parameter(Model* model, void (*visit)(Model*, ParamState, i
         const TensorSpec* spec = &model->table.tensor[t];
         if (!spec->is_linear) {
             size_t n = spec->layers * spec->n;
-            visit(model, param_state(model, (TensorName)t, 0, model->params[t], NULL, n), spec->decay, context);
+            ScaleSlot* slot = t == TENSOR_WTE ? model->head.w.slot : NULL; // the one tensor that is read in both forms
+            visit(model, param_state(model, (TensorName)t, 0, model->params[t], slot, n), spec->decay, context);
         }
     }
     for (int l = 0; l < model->config.num_layers; l++) {
@@ -489,6 +546,10 @@ static void update_scales_and_quantize_weights(Model* model) {
             quantize_weight(dev, model->w[l].w[k], master, (int)spec->rows, (int)spec->cols);
         }
     }
+    if (model->train->fp8_lm_head) {
+        const TensorSpec* spec = &model->table.tensor[TENSOR_WTE];
+        quantize_weight(dev, model->head.w, model->master + spec->offset, (int)spec->rows, (int)spec->cols);
+    }
 }
 
 // Take `values` (num_parameters, llm.c's order) as the weights; moments zero, no update done yet.
@@ -507,7 +568,8 @@ static void model_set_weights(Model* model, const float* values) {
 // ---------------------------------------------------------------------------------------------------------------------
 // forward
 
-// tokens (BT) on the device -> lnf (BT, C). Writes everything the backward pass reads.
+// tokens (BT) on the device -> the residual stream in front of the final LayerNorm, its last addition (mid + branch)
+// still to be made. Writes everything the backward pass reads of the blocks.
 static void gpt_forward(Model* model, const int* tokens, int B, int T) {
     Device* dev = model->dev;
     Scratch* s = &model->scratch;
@@ -535,27 +597,40 @@ static void gpt_forward(Model* model, const int* tokens, int B, int T) {
         gelu_forward(dev, a->x[LINEAR_FCPROJ], a->fc, w->bias[LINEAR_FC], BT, 4 * C);
         matmul_forward(dev, s->branch, a->x[LINEAR_FCPROJ], w->w[LINEAR_FCPROJ], NULL, BT, 4 * C, C);
     }
-    ResidualAdd leave = {model->final_residual, model->a[L - 1].mid, s->branch, model->w[L - 1].bias[LINEAR_FCPROJ]};
-    E4m3Tensor lnf = {s->lnf, NULL, NULL, NULL, model->recipe, 0, 0};
-    layernorm_forward(dev, lnf, model->lnf_stats, leave, model->params[TENSOR_LNFW], model->params[TENSOR_LNFB], BT, C);
 }
 
-// LM head and loss of all rows, a chunk of logits at a time: losses (BT) from lnf and targets (BT) on the device.
-// with_gradient: also dwte += and lnf becomes dlnf, both of dloss * sum of losses.
+// The final LayerNorm of rows [row, row + rows): what the LM head reads next. While its slot warms up, each call has its
+// own scale, so in FP8 the products with x come before the next call.
+static E4m3Tensor head_input(Model* model, int row, int rows) {
+    int C = model->config.channels, L = model->config.num_layers;
+    size_t at = (size_t)row * C;
+    E4m3Tensor x = model->head.x;
+    if (x.wide != NULL) { x.wide += at; }
+    ResidualAdd leave = {model->final_residual + at, model->a[L - 1].mid + at, model->scratch.branch + at,
+                         model->w[L - 1].bias[LINEAR_FCPROJ]};
+    LayerNormStats stats = {model->lnf_stats.mean + row, model->lnf_stats.rstd + row};
+    layernorm_forward(model->dev, x, stats, leave, model->params[TENSOR_LNFW], model->params[TENSOR_LNFB], rows, C);
+    return x;
+}
+
+// Final LayerNorm, LM head and loss of all rows, a chunk of logits at a time: losses (BT) from what gpt_forward left
+// and targets (BT) on the device. with_gradient: also dwte += (or =, see accumulate) and dln = dlnf, both of dloss * sum
+// of losses.
 static void gpt_loss(Model* model, const int* targets, float dloss, int with_gradient, int BT) {
     Device* dev = model->dev;
     Scratch* s = &model->scratch;
     int C = model->config.channels, V = model->config.vocab_size, Vp = model->config.padded_vocab_size;
-    E4m3Tensor wte = {model->params[TENSOR_WTE], NULL, NULL, NULL, model->recipe, 0, 0};
+    const Head* head = &model->head;
     for (int row = 0; row < BT; row += model->head_rows) {
         int rows = BT - row < model->head_rows ? BT - row : model->head_rows;
-        E4m3Tensor x = {s->lnf + (size_t)row * C, NULL, NULL, NULL, model->recipe, 0, 0};
-        E5m2Tensor dlogits = {s->logits, NULL, NULL, NULL, model->recipe, 0, 0};
-        matmul_forward(dev, s->logits, x, wte, NULL, rows, C, Vp);
-        classifier(dev, s->logits, model->losses + row, targets + row, dloss, with_gradient, rows, V, Vp);
+        E4m3Tensor x = head_input(model, row, rows);
+        matmul_forward(dev, s->logits, x, head->w, NULL, rows, C, Vp);
+        classifier(dev, head->dlogits, model->losses + row, s->logits, targets + row, dloss, with_gradient, rows, V,
+                   Vp);
         if (with_gradient) {
-            matmul_wgrad(dev, model->grads + model->table.tensor[TENSOR_WTE].offset, dlogits, x, rows, C, Vp);
-            matmul_dgrad(dev, s->dln + (size_t)row * C, dlogits, wte, rows, C, Vp);
+            float* dwte = model->grads + model->table.tensor[TENSOR_WTE].offset;
+            matmul_wgrad(dev, dwte, head->dlogits, x, model->accumulate || row > 0, rows, C, Vp);
+            matmul_dgrad(dev, s->dln + (size_t)row * C, head->dlogits, head->w, rows, C, Vp);
         }
     }
 }
@@ -568,6 +643,7 @@ static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
     Device* dev = model->dev;
     Scratch* s = &model->scratch;
     int C = model->config.channels, NH = model->config.num_heads, L = model->config.num_layers, BT = B * T;
+    int accumulate = model->accumulate;
     float* grads = model->grads;
     const TensorSpec* spec = model->table.tensor;
     LayerNormBackward last = {model->da[L - 1].dy[LINEAR_FCPROJ], grads + spec[TENSOR_LNFW].offset,
@@ -580,20 +656,20 @@ static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
         const LayerActs* a = &model->a[l];
         const E5m2Tensor* dy = model->da[l].dy;
         // mlp
-        matmul_wgrad(dev, g->w[LINEAR_FCPROJ], dy[LINEAR_FCPROJ], a->x[LINEAR_FCPROJ], BT, 4 * C, C);
+        matmul_wgrad(dev, g->w[LINEAR_FCPROJ], dy[LINEAR_FCPROJ], a->x[LINEAR_FCPROJ], accumulate, BT, 4 * C, C);
         matmul_dgrad(dev, s->dwide, dy[LINEAR_FCPROJ], w->w[LINEAR_FCPROJ], BT, 4 * C, C);
         gelu_backward(dev, dy[LINEAR_FC], g->bias[LINEAR_FC], s->dwide, a->fc, w->bias[LINEAR_FC], BT, 4 * C);
-        matmul_wgrad(dev, g->w[LINEAR_FC], dy[LINEAR_FC], a->x[LINEAR_FC], BT, C, 4 * C);
+        matmul_wgrad(dev, g->w[LINEAR_FC], dy[LINEAR_FC], a->x[LINEAR_FC], accumulate, BT, C, 4 * C);
         matmul_dgrad(dev, s->dln, dy[LINEAR_FC], w->w[LINEAR_FC], BT, C, 4 * C);
         LayerNormBackward middle = {dy[LINEAR_PROJ], g->ln2w, g->ln2b, g->bias[LINEAR_PROJ], s->dln, s->dresidual,
                                     a->mid, a->ln2_stats, w->ln2w, BT, C};
         layernorm_backward(dev, middle);
         // attention
-        matmul_wgrad(dev, g->w[LINEAR_PROJ], dy[LINEAR_PROJ], a->x[LINEAR_PROJ], BT, C, C);
+        matmul_wgrad(dev, g->w[LINEAR_PROJ], dy[LINEAR_PROJ], a->x[LINEAR_PROJ], accumulate, BT, C, C);
         matmul_dgrad(dev, s->dln, dy[LINEAR_PROJ], w->w[LINEAR_PROJ], BT, C, C);
         attention_backward(dev, dy[LINEAR_QKV].wide, s->dln, a->x[LINEAR_PROJ].wide, a->lse, a->qkv, B, T, NH, C / NH);
         quantize_backward(dev, dy[LINEAR_QKV], g->bias[LINEAR_QKV], BT, 3 * C);
-        matmul_wgrad(dev, g->w[LINEAR_QKV], dy[LINEAR_QKV], a->x[LINEAR_QKV], BT, C, 3 * C);
+        matmul_wgrad(dev, g->w[LINEAR_QKV], dy[LINEAR_QKV], a->x[LINEAR_QKV], accumulate, BT, C, 3 * C);
         matmul_dgrad(dev, s->dln, dy[LINEAR_QKV], w->w[LINEAR_QKV], BT, C, 3 * C);
         // what leaves the block downwards: into the block below's fcproj, or into the embedding
         E5m2Tensor embedding = {s->dresidual, NULL, NULL, NULL, model->recipe, 0, 0};
@@ -622,15 +698,27 @@ static TokenIndex upload_batch(Model* model, int i, const int* tokens, const int
     return index;
 }
 
+// Zeros for the gradients that every micro-step adds to. Those of the matrices and of the embedding, nearly all, are
+// overwritten by the first micro-step instead: 4 bytes per parameter less to write, and 4 less to read.
+static void zero_small_gradients(Model* model) {
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &model->table.tensor[t];
+        if (spec->is_linear || t == TENSOR_WTE) { continue; }
+        device_zero(model->dev, model->grads + spec->offset, spec->layers * spec->n * sizeof(float));
+    }
+}
+
 // Gradients of the mean loss over grad_accum_steps micro-batches of all ranks, into model->grads; loss into the state.
 static void accumulate_gradients(Model* model, DataLoader* loader) {
     Device* dev = model->dev;
     int B = model->B, T = model->T, BT = B * T, accum = model->train->grad_accum_steps;
-    float dloss = 1.0f / ((float)BT * (float)accum * (float)comm_num_ranks(model->comm));
-    device_zero(dev, model->grads, model->table.num_parameters * sizeof(float));
+    float dloss = loss_weight(model);
+    zero_small_gradients(model);
     device_zero(dev, model->state, sizeof(StepState));
     set_scaling(model, model->slots_warming > 0, 1);
     for (int i = 0; i < accum; i++) {
+        cost_nobody(dev);
+        model->accumulate = i > 0;
         dataloader_next(loader);
         TokenIndex index = upload_batch(model, i, loader->inputs, loader->targets, BT);
         gpt_forward(model, model->batch.tokens, B, T);
@@ -713,13 +801,19 @@ static float validate(Model* model, DataLoader* loader, int num_batches) {
 
 #define SAMPLE_STREAM 1 // of the counter-based generator: text samples
 
+// The longest text that one pass can see. FP8 products take multiples of 16 rows.
+static int sample_capacity(const Model* model) {
+    int BT = model->B * model->T, longest = model->config.max_seq_len, capacity = BT < longest ? BT : longest;
+    return model->train->precision == PRECISION_FP8 ? capacity / 16 * 16 : capacity;
+}
+
 // The next token after tokens (t of them), drawn with temperature and top-k from the model's distribution.
 // logits: host scratch (V). draw: which random number of the sample stream.
 static int sample_next(Model* model, const int* tokens, int t, float* logits, uint64_t draw) {
     const TrainConfig* train = model->train;
     int C = model->config.channels, V = model->config.vocab_size, Vp = model->config.padded_vocab_size;
     // a multiple of 64 rows, so that shapes repeat (plans are cached per shape) and FP8 products can take them
-    int capacity = model->B * model->T < model->config.max_seq_len ? model->B * model->T : model->config.max_seq_len;
+    int capacity = sample_capacity(model);
     int T = (t + 63) / 64 * 64 < capacity ? (t + 63) / 64 * 64 : capacity;
     Batch* host = &model->staged[0];
     for (int i = 0; i < T; i++) {
@@ -727,10 +821,10 @@ static int sample_next(Model* model, const int* tokens, int t, float* logits, ui
     }
     device_copy_in(model->dev, model->batch.tokens, host->tokens, (size_t)T * sizeof(int));
     gpt_forward(model, model->batch.tokens, 1, T);
-    E4m3Tensor last = {model->scratch.lnf + (size_t)(t - 1) * C, NULL, NULL, NULL, model->recipe, 0, 0};
-    E4m3Tensor wte = {model->params[TENSOR_WTE], NULL, NULL, NULL, model->recipe, 0, 0};
-    matmul_forward(model->dev, model->scratch.logits, last, wte, NULL, 1, C, Vp);
-    bf16_to_host(model->dev, logits, model->scratch.logits, (size_t)V);
+    int rows = train->fp8_lm_head ? 16 : 1, row = (t - 1) / rows * rows; // FP8 products take multiples of 16 rows
+    E4m3Tensor last = head_input(model, row, rows);
+    matmul_forward(model->dev, model->scratch.logits, last, model->head.w, NULL, rows, C, Vp);
+    bf16_to_host(model->dev, logits, model->scratch.logits + (size_t)(t - 1 - row) * Vp, (size_t)V);
     return sample_token(logits, V, train->sample_temperature, train->sample_top_k,
                         rng_uniform((uint64_t)train->seed, SAMPLE_STREAM, draw));
 }
@@ -752,7 +846,8 @@ static void print_token(const Tokenizer* tokenizer, int id) {
 // Print a continuation of the prompt. Same model, same seed: same text.
 static void generate(Model* model, const Tokenizer* tokenizer) {
     const TrainConfig* train = model->train;
-    int capacity = model->B * model->T < model->config.max_seq_len ? model->B * model->T : model->config.max_seq_len;
+    int capacity = sample_capacity(model);
+    if (capacity == 0) { return; } // max_seq_len below 16
     int* tokens = (int*)malloc_or_die((size_t)capacity * sizeof(int));
     float* logits = (float*)malloc_or_die((size_t)model->config.vocab_size * sizeof(float));
     int end_of_text = tokenizer != NULL ? tokenizer->end_of_text : model->config.vocab_size - 1;
@@ -812,6 +907,7 @@ typedef struct {
     int num_steps;       // optimizer steps
     int num_val_batches; // per validation
     double step_floor_s; // what the roofline allows for a step, seconds
+    Profile profile;     // --profile
 } Run;
 
 static double seconds_now(void) {
@@ -874,6 +970,23 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     }
 }
 
+// The first step that --profile looks at: none that plans products or, in FP8, whose producers run a measuring pass
+// first because scales are still warming up.
+static int profile_from(const TrainConfig* train) {
+    return train->precision == PRECISION_FP8 ? AMAX_WARMUP + 1 : 3;
+}
+
+// An empty profile that knows the linear layers by name.
+static void open_profile(Profile* profile, Chip chip, const GptConfig* config) {
+    int C = config->channels;
+    profile_open(profile, chip);
+    profile_name_linear(profile, "qkv", C, 3 * C);
+    profile_name_linear(profile, "proj", C, C);
+    profile_name_linear(profile, "fc", C, 4 * C);
+    profile_name_linear(profile, "fcproj", 4 * C, C);
+    profile_name_linear(profile, "head", C, config->padded_vocab_size);
+}
+
 // Train for run->num_steps steps. Returns 0, or 1 when too many steps in a row were not finite.
 static int train_loop(Run* run, Model* model) {
     const TrainConfig* train = model->train;
@@ -895,10 +1008,17 @@ static int train_loop(Run* run, Model* model) {
         report.step = step;
         report.tokens = (int64_t)(step + 1) * train->total_batch_tokens;
         report.learning_rate = schedule_learning_rate(train, run->num_steps, step);
+        int profiled = step >= profile_from(train) && run->profile.num_steps < train->profile;
+        if (profiled) { device_profile_begin(model->dev, &run->profile); }
         double start = seconds_now();
         StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, &loss_outliers,
                                          &norm_outliers, &report);
         double elapsed = seconds_now() - start;
+        if (profiled) {
+            device_profile_end(model->dev);
+            run->profile.wall_s += elapsed;
+            run->profile.num_steps++;
+        }
         if (step > 0) { total_s += elapsed; } // the first step holds start-up work
         report.ms = 1e3 * elapsed;
         report.tokens_per_s = rate_update(&meter, train->total_batch_tokens, report.ms);
@@ -906,6 +1026,10 @@ static int train_loop(Run* run, Model* model) {
         logger_log_step(&run->logger, &report);
         if (is_first_rank && (step % train->log_every == 0 || step + 1 == run->num_steps || report.skipped)) {
             logger_print_step(stdout, &report, run->num_steps);
+        }
+        if (profiled && (run->profile.num_steps == train->profile || step + 1 == run->num_steps)) {
+            logger_log_profile(&run->logger, step, &run->profile);
+            if (is_first_rank) { profile_print(stdout, &run->profile); }
         }
         skips_in_a_row = verdict == STEP_NOT_FINITE ? skips_in_a_row + 1 : 0;
         if (skips_in_a_row >= train->max_skips) {
@@ -917,11 +1041,22 @@ static int train_loop(Run* run, Model* model) {
             return 1;
         }
     }
+    if (is_first_rank && train->profile > 0 && run->profile.num_steps == 0) {
+        printf("no profile: %d steps, --profile looks at step %d and those after it\n", run->num_steps,
+               profile_from(train) + 1);
+    }
     if (is_first_rank && run->num_steps > 1) {
         printf("mean of steps 2 to %d: %.2f ms, %.0f tok/s\n", run->num_steps, 1e3 * total_s / (run->num_steps - 1),
                (double)train->total_batch_tokens * (run->num_steps - 1) / total_s);
     }
     return 0;
+}
+
+// How matrix products are done: --fast-accum and --autotune.
+static void set_matmul(Device* dev, const TrainConfig* train) {
+    char path[1024];
+    matmul_set_fast_accum(dev, train->fast_accum);
+    matmul_set_autotune(dev, train->autotune ? config_autotune_cache(train, path, sizeof(path)) : NULL);
 }
 
 #ifndef TESTING
@@ -935,6 +1070,7 @@ int main(int argc, char** argv) {
                              (AttentionKind)train.attention};
     Device* dev = device_create(options);
     comm_connect(comm, dev);
+    if (!train.dry_run) { set_matmul(dev, &train); }
 
     float* weights = NULL; // from a model file; NULL: initialised
     if (config_model_is_file(&train)) { checkpoint_read_model(train.model, &config, &weights); }
@@ -959,6 +1095,7 @@ int main(int argc, char** argv) {
     }
     Chip chip = device_chip(dev);
     run.step_floor_s = roofline_step_seconds(&chip, &config, &train);
+    open_profile(&run.profile, chip, &config);
     Model model;
     model_create(&model, dev, comm, config, &train);
     int status = EXIT_SUCCESS;

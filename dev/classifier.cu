@@ -1,4 +1,5 @@
-// Softmax cross-entropy with its gradient in place, and the loss alone, on the vocabularies of GPT-2 and of bytes.
+// Softmax cross-entropy with its gradient (in place, or in FP8 twice), and the loss alone, on the vocabularies of GPT-2 and
+// of bytes.
 //
 //     bench-classifier
 #include "../lib/classifier.cuh"
@@ -13,11 +14,12 @@ typedef struct {
     float* losses;
     int* targets;
     int with_gradient, rows, V, Vp;
+    E5m2Tensor dlogits;
 } Args;
 
 static void run(Device* dev, const void* args_) {
     const Args* a = (const Args*)args_;
-    classifier(dev, a->logits, a->losses, a->targets, DLOSS, a->with_gradient, a->rows, a->V, a->Vp);
+    classifier(dev, a->dlogits, a->losses, a->logits, a->targets, DLOSS, a->with_gradient, a->rows, a->V, a->Vp);
 }
 
 // A row in FP64: loss and, in `want` (Vp), gradient.
@@ -37,7 +39,7 @@ static double want_row(double* want, const Args* a, int row, int target) {
     return loss;
 }
 
-static void bench_one(Bench* b, const char* size, int rows, int V, int Vp, int with_gradient) {
+static void bench_one(Bench* b, const char* size, int rows, int V, int Vp, int with_gradient, int fp8) {
     size_t n = (size_t)rows * Vp;
     int* targets = (int*)malloc_or_die((size_t)rows * sizeof(int));
     for (int row = 0; row < rows; row++) {
@@ -49,7 +51,18 @@ static void bench_one(Bench* b, const char* size, int rows, int V, int Vp, int w
               with_gradient,
               rows,
               V,
-              Vp};
+              Vp,
+              {}};
+    BenchForms forms = bench_forms_create(b, rows, Vp, 1, 0, fp8);
+    a.dlogits.wide = a.logits;
+    if (fp8) { // dloss becomes 2^15, as in the program
+        ScaleSlot slot;
+        scale_slot_init(&slot, E5M2_MAX, SLOT_STATIC);
+        slot.scale = forms.scale = 0x1p15f / DLOSS;
+        device_copy_in(b->dev, forms.slot, &slot, sizeof(slot));
+        device_sync(b->dev);
+        a.dlogits = bench_e5m2(forms);
+    }
     device_copy_in(b->dev, a.targets, targets, (size_t)rows * sizeof(int));
     run(b->dev, &a);
     double* want = (double*)malloc_or_die((size_t)Vp * sizeof(double));
@@ -60,16 +73,19 @@ static void bench_one(Bench* b, const char* size, int rows, int V, int Vp, int w
         float loss;
         device_copy_out(b->dev, &loss, a.losses + row, sizeof(loss));
         bench_expect_near(b, "classifier loss", row, loss, want_loss, 0x1p-20, 0x1p-19);
+        if (fp8) { bench_check_row(b, "classifier, FP8", &forms, row, want, DLOSS); }
         bf16_to_host(b->dev, got, a.logits + (size_t)row * Vp, (size_t)Vp);
-        for (int c = 0; c < Vp; c++) {
+        for (int c = 0; !fp8 && c < Vp; c++) {
             double wanted = with_gradient ? want[c] : bench_bf16_value(SEED_LOGITS, (size_t)row * Vp + c);
             bench_expect_near(b, with_gradient ? "classifier dlogits" : "classifier logits", (size_t)row * Vp + c,
                               got[c], wanted, with_gradient ? 0x1p-8 + 0x1p-18 : 0.0, 0.0);
         }
     }
+    bench_check_forms(b, "classifier, FP8", &forms);
     // timed on its own output: the work does not depend on the values
-    bench_report(b, with_gradient ? "classifier" : "classifier, loss only", size, run, &a,
-                 (with_gradient ? 4.0 : 2.0) * (double)n);
+    bench_report(b, fp8 ? "classifier, FP8 twice" : with_gradient ? "classifier" : "classifier, loss only", size, run,
+                 &a, (with_gradient ? 4.0 : 2.0) * (double)n);
+    bench_forms_free(b, forms);
     device_release(b->dev, a.logits);
     device_release(b->dev, a.losses);
     device_release(b->dev, a.targets);
@@ -81,10 +97,13 @@ static void bench_one(Bench* b, const char* size, int rows, int V, int Vp, int w
 int main(void) {
     Bench b = bench_create(1024);
     for (int with_gradient = 1; with_gradient >= 0; with_gradient--) {
-        bench_one(&b, "GPT-2 8192 x 50304", 8192, 50257, 50304, with_gradient);
-        bench_one(&b, "bytes 65536 x 384", 65536, 257, 384, with_gradient);
-        bench_one(&b, "odd 1237 x 32008", 1237, 32001, 32008, with_gradient);
-        bench_one(&b, "uncached 512 x 131072", 512, 131071, 131072, with_gradient);
+        bench_one(&b, "GPT-2 8192 x 50304", 8192, 50257, 50304, with_gradient, 0);
+        bench_one(&b, "bytes 65536 x 384", 65536, 257, 384, with_gradient, 0);
+        bench_one(&b, "odd 1237 x 32008", 1237, 32001, 32008, with_gradient, 0);
+        bench_one(&b, "uncached 512 x 131072", 512, 131071, 131072, with_gradient, 0);
     }
+    bench_one(&b, "GPT-2 16384 x 50304", 16384, 50257, 50304, 1, 1);
+    bench_one(&b, "bytes 16384 x 384", 16384, 257, 384, 1, 1);
+    bench_one(&b, "odd 1232 x 32016", 1232, 32001, 32016, 1, 1);
     return bench_finish(&b);
 }

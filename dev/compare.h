@@ -183,7 +183,7 @@ typedef struct {
     Arg arg[MAX_ARGS];
     int num_args;
     int rows, cols, B, T, C, OC, NH, HS, V, Vp; // as far as the op has them
-    int layers, num_slots, num_buckets, with_gradient;
+    int layers, num_slots, num_buckets, with_gradient, accumulate;
     size_t n, slot_stride;
     float factor; // dloss of classifier, factor of loss_add
     float lr, beta1, beta2, eps, weight_decay, grad_clip;

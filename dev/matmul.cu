@@ -120,7 +120,7 @@ static void linear_free(Device* dev, Linear* l) {
 static void linear_run(Device* dev, const Linear* l, MatmulRole role) {
     if (role == MATMUL_FORWARD) { matmul_forward(dev, l->y, l->x, l->w, NULL, l->rows, l->C, l->OC); }
     if (role == MATMUL_DGRAD) { matmul_dgrad(dev, l->dx, l->dy, l->w, l->rows, l->C, l->OC); }
-    if (role == MATMUL_WGRAD) { matmul_wgrad(dev, l->dw, l->dy, l->x, l->rows, l->C, l->OC); }
+    if (role == MATMUL_WGRAD) { matmul_wgrad(dev, l->dw, l->dy, l->x, 1, l->rows, l->C, l->OC); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ static double linear_check(Device* dev, const Linear* l, MatmulRole role, int* f
         }
         if (!(fabs((double)got - want) <= bound)) { // NaN is a failure too
             printf("FAILED %s rows, C, OC = %d, %d, %d: element (%zu, %zu) is %g, want %g +- %g\n",
-                   matmul_role_name({role, l->fp8, 0, 0, 0, 0}), l->rows, l->C, l->OC, i, j, got, want, bound);
+                   matmul_role_name({role, l->fp8, 0, 0, 0, 0, 0}), l->rows, l->C, l->OC, i, j, got, want, bound);
             *failures += 1;
         }
         xy += got * want, xx += (double)got * got, yy += want * want;

@@ -184,7 +184,8 @@ static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
         matmul_dgrad(dev, PROBE_BF16("dx"), probe_e5m2(a, "dy_"), probe_e4m3(a, "w_"), c->rows, c->C, c->OC);
         break;
     case OP_MATMUL_WGRAD:
-        matmul_wgrad(dev, PROBE_F32("dw"), probe_e5m2(a, "dy_"), probe_e4m3(a, "x_"), c->rows, c->C, c->OC);
+        matmul_wgrad(dev, PROBE_F32("dw"), probe_e5m2(a, "dy_"), probe_e4m3(a, "x_"), c->accumulate, c->rows,
+                     c->C, c->OC);
         break;
     case OP_ATTENTION_FORWARD:
         attention_forward(dev, PROBE_BF16("out"), PROBE_F32("lse"), PROBE_BF16("qkv"), c->B, c->T, c->NH, c->HS);
@@ -228,8 +229,8 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
         quantize_weight(dev, probe_e4m3(a, ""), PROBE_F32("master"), c->OC, c->C);
         break;
     case OP_CLASSIFIER:
-        classifier(dev, PROBE_BF16("logits"), PROBE_F32("losses"), PROBE_INT("targets"), c->factor, c->with_gradient,
-                   c->rows, c->V, c->Vp);
+        classifier(dev, probe_e5m2(a, ""), PROBE_F32("losses"), PROBE_BF16("logits"), PROBE_INT("targets"),
+                   c->factor, c->with_gradient, c->rows, c->V, c->Vp);
         break;
     case OP_LOSS_ADD:
         loss_add(dev, (StepState*)probe_at(a, "state"), PROBE_F32("losses"), c->factor, c->n);
@@ -361,8 +362,8 @@ static void probe_write_shard(char* path, size_t path_bytes, const int* tokens, 
 static void* probe_open(const char* flags, const float* weights, const int* tokens, int num_tokens, int num_threads) {
     Session* s = (Session*)calloc_or_die(1, sizeof(Session));
     probe_write_shard(s->shard, sizeof(s->shard), tokens, num_tokens);
-    char* argv[64] = {(char*)"test_gpt_fp8", (char*)"--train-data", s->shard};
-    int argc = 3;
+    char* argv[64] = {(char*)"test_gpt_fp8", (char*)"--train-data", s->shard, (char*)"--autotune", (char*)"off"};
+    int argc = 5;
     snprintf(s->text, sizeof(s->text), "%s", flags);
     for (char* word = strtok(s->text, " "); word != NULL; word = strtok(NULL, " ")) {
         check(argc < 64, "test: too many flags in '%s'", flags);
@@ -376,6 +377,7 @@ static void* probe_open(const char* flags, const float* weights, const int* toke
     DeviceOptions options = {0, num_threads, s->train.precision == PRECISION_FP32, (AttentionKind)s->train.attention};
     s->dev = device_create(options);
     comm_connect(s->comm, s->dev);
+    set_matmul(s->dev, &s->train);
     model_create(&s->model, s->dev, s->comm, s->config, &s->train);
     model_set_weights(&s->model, weights);
     quiet_end(saved);

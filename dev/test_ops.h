@@ -581,16 +581,20 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
     MatmulOperand dy = matmul_operand(&arena, M, (size_t)OC, fp8, 1, 1e-3, 3);
     size_t n = pass == MATMUL_FORWARD ? M * OC : pass == MATMUL_DGRAD ? M * C : (size_t)OC * C;
     double* truth = arena_doubles(&arena, n);
-    for (int with_bias = 0; with_bias < (pass == MATMUL_FORWARD ? 2 : 1); with_bias++) {
+    // forward without and with a bias, dgrad, wgrad into poisoned memory and on top of what is there
+    for (int variant = 0; variant < (pass == MATMUL_DGRAD ? 1 : 2); variant++) {
+        int with_bias = pass == MATMUL_FORWARD && variant, accumulate = pass == MATMUL_WGRAD && variant;
         OpCall call = op_call(pass == MATMUL_FORWARD ? OP_MATMUL_FORWARD
                               : pass == MATMUL_DGRAD ? OP_MATMUL_DGRAD
                                                      : OP_MATMUL_WGRAD);
-        call.rows = rows, call.C = C, call.OC = OC;
+        call.rows = rows, call.C = C, call.OC = OC, call.accumulate = accumulate;
         const char* output = pass == MATMUL_FORWARD ? "y" : pass == MATMUL_DGRAD ? "dx" : "dw";
         int K = pass == MATMUL_FORWARD ? C : pass == MATMUL_DGRAD ? OC : rows;
         float* start = random_floats(&arena, n, 0, 1e-3, 4);
-        if (pass == MATMUL_WGRAD) {
+        if (accumulate) {
             arg_add(&call, output, ARG_F32, ARG_INOUT, start, n);
+        } else if (pass == MATMUL_WGRAD) {
+            arg_add(&call, output, ARG_F32, ARG_OUT, arena_floats(&arena, n), n);
         } else {
             arg_add(&call, output, ARG_BF16, ARG_OUT, arena_floats(&arena, n), n);
         }
@@ -609,12 +613,12 @@ static void matmul_case(MatmulPass pass, int fp8, int rows, int C, int OC) {
             product_f64(truth, dy.exact_transposed, x.exact_transposed, (size_t)OC, (size_t)C, M);
         }
         for (size_t i = 0; i < n; i++) {
-            truth[i] += pass == MATMUL_WGRAD ? (double)start[i] : with_bias ? (double)bias[i % (size_t)OC] : 0.0;
+            truth[i] += accumulate ? (double)start[i] : with_bias ? (double)bias[i % (size_t)OC] : 0.0;
         }
         char what[128];
         const char* names[] = {"forward", "dgrad", "wgrad"};
-        snprintf(what, sizeof(what), "%s %s, rows %d, C %d, OC %d, bias %d", fp8 ? "fp8" : "bf16", names[pass], rows, C,
-                 OC, with_bias);
+        snprintf(what, sizeof(what), "%s %s, rows %d, C %d, OC %d, bias %d, accumulate %d", fp8 ? "fp8" : "bf16",
+                 names[pass], rows, C, OC, with_bias, accumulate);
         Rule rules[] = {rule_ignore(output)};
         OpOutcome outcome = run_case(&arena, what, &call, rules, 1);
         double drift = matmul_drift(pass, fp8, K), cpu_drift = matmul_drift(pass, 0, K);
@@ -1113,6 +1117,8 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
     arg_add(&call, "logits", ARG_BF16, ARG_INOUT, logits, n);
     arg_add(&call, "losses", ARG_F32, ARG_OUT, arena_floats(&arena, (size_t)rows), (size_t)rows);
     arg_add(&call, "targets", ARG_I32, ARG_IN, targets, (size_t)rows);
+    arg_add(&call, "wide", ARG_BF16, ARG_IN, logits, n);
+    arg_find(&call, "wide")->alias = "logits";
     char what[128];
     snprintf(what, sizeof(what), "rows %d, V %d, Vp %d, gradient %d, deviation %g", rows, V, Vp, with_gradient,
              deviation);
@@ -1147,6 +1153,87 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
         }
     }
     arena_free(&arena);
+}
+
+// The gradient in FP8 against FP64: every code that of the exact value or its neighbour, and few of the latter. The scale
+// is the program's: dloss becomes 2^15. `deviation` 3 gives probabilities from below 2^-32 (which become 0) to 1.
+// A floor may find p from the log-sum-exp s, by way of 4 roundings of numbers up to s / ln 2: a relative error of p of up
+// to 2^-24 * 4 / ln 2 * s, far below a step of E5M2 unless p - 1 cancels: there it is allowed as it is.
+static void classifier_fp8_case(int rows, int V, int Vp, double deviation) {
+    Arena arena = {};
+    size_t n = (size_t)rows * Vp;
+    float dloss = 1.0f / 1536.0f;
+    float* logits = random_bf16(&arena, n, 0, deviation, 1);
+    for (int v = 0; v < V; v += 3) {
+        logits[v] = bf16_round(logits[v] + 300.0f);
+    }
+    int* targets = random_ints(&arena, (size_t)rows, V, 2);
+    ScaleSlot* slot = (ScaleSlot*)arena_bytes(&arena, sizeof(ScaleSlot));
+    scale_slot_init(slot, E5M2_MAX, SLOT_STATIC);
+    slot->scale = 0x1p15f / dloss;
+    slot->descale = 12345.0f; // of bytes that are no more
+    slot->amax = 0.25f;
+    OpCall call = op_call(OP_CLASSIFIER);
+    call.rows = rows, call.V = V, call.Vp = Vp, call.factor = dloss, call.with_gradient = 1;
+    arg_add(&call, "logits", ARG_BF16, ARG_INOUT, logits, n);
+    arg_add(&call, "losses", ARG_F32, ARG_OUT, arena_floats(&arena, (size_t)rows), (size_t)rows);
+    arg_add(&call, "targets", ARG_I32, ARG_IN, targets, (size_t)rows);
+    arg_add(&call, "data", ARG_CODES, ARG_OUT, arena_codes(&arena, n), n);
+    arg_add(&call, "transposed", ARG_CODES, ARG_OUT, arena_codes(&arena, n), n);
+    arg_add(&call, "slot", ARG_SLOTS, ARG_INOUT, slot, 1);
+    char what[128];
+    snprintf(what, sizeof(what), "FP8, rows %d, V %d, Vp %d, deviation %g", rows, V, Vp, deviation);
+    Rule losses = {"losses", RULE_F32, FP32_CHAIN * (largest_of(logits, n) + 16.0), 0, 0, 0, NULL};
+    // both floors are judged below
+    Rule rules[] = {rule_exact("logits"), losses, rule_ignore("data"), rule_ignore("transposed"), rule_slot("slot")};
+    OpOutcome outcome = run_case(&arena, what, &call, rules, 5);
+    const OpCall* calls[2] = {&outcome.reference, &outcome.subject};
+    for (int k = 0; k < 2; k++) {
+        check_fp8_output(what, &call, calls[k], (size_t)rows, (size_t)Vp);
+        expect(arg_slot(calls[k], "slot")->amax == 0.25f, "%s: the amax of a static slot moved", what);
+        const uint8_t* codes = arg_codes(calls[k], "data");
+        size_t flips = 0;
+        for (int r = 0; r < rows; r++) {
+            const float* z = logits + (size_t)r * Vp;
+            double top = -INFINITY, sum = 0.0;
+            for (int v = 0; v < V; v++) {
+                top = fmax(top, (double)z[v]);
+            }
+            for (int v = 0; v < V; v++) {
+                sum += exp((double)z[v] - top);
+            }
+            for (int v = 0; v < Vp; v++) {
+                double want = v < V ? (exp((double)z[v] - top) / sum - (v == targets[r])) * 0x1p15 : 0.0;
+                int code = codes[(size_t)r * Vp + v], exact = e5m2_from_float((float)want);
+                int distance = abs((code & 127) - (exact & 127));
+                int same_sign = ((code ^ exact) & 128) == 0 || (code & 127) + (exact & 127) <= 1;
+                double off = fabs((double)float_from_e5m2((uint8_t)code) - want);
+                if (v == targets[r] && off <= 0x1p15 * 0x1p-24 * 4.0 * 1.4427 * fabs(top + log(sum))) { continue; }
+                expect(v < V ? distance <= 1 && same_sign : code == 0, "%s: code (%d, %d) is %02x, want %02x", what, r,
+                       v, code, exact);
+                flips += distance != 0;
+            }
+        }
+        expect((double)flips <= 4.0 + FLIP_SHARE * (double)n, "%s: %zu of %zu codes are off by one", what, flips, n);
+    }
+    // one form only
+    for (int i = 0; i < 2; i++) {
+        const char* name = i ? "data" : "transposed";
+        OpCall part = call_without(&call, i ? "transposed" : "data");
+        OpOutcome some = run_case(&arena, what, &part, rules, 5);
+        compare_exact(what, arg_find(&some.subject, name), arg_find(&outcome.subject, name));
+    }
+    arena_free(&arena);
+}
+
+static void ops_classifier_fp8(void) {
+    if (op_test_skipped()) { return; }
+    int shapes[][3] = {{16, 1, 128}, {64, 128, 128}, {80, 257, 384}, {208, 300, 304}, {48, 8191, 8192}, {144, 50257, 50304}};
+    for (int i = 0; i < (op_floors.thorough ? 6 : 5); i++) {
+        classifier_fp8_case(shapes[i][0], shapes[i][1], shapes[i][2], 3.0);
+    }
+    classifier_fp8_case(16, 300, 384, 100.0); // certain
+    classifier_fp8_case(2064, 257, 384, 1.0); // many bands
 }
 
 static void ops_classifier(void) {
@@ -1446,6 +1533,7 @@ static const NamedTest op_tests[] = {
     {"ops_quantize_backward_bf16_rows", ops_quantize_backward_bf16_rows},
     {"ops_quantize_weight", ops_quantize_weight},
     {"ops_classifier", ops_classifier},
+    {"ops_classifier_fp8", ops_classifier_fp8},
     {"ops_loss_add", ops_loss_add},
     {"ops_global_norm", ops_global_norm},
     {"ops_adamw_update", ops_adamw_update},

@@ -101,6 +101,7 @@ static inline dim3 adamw_grid(const char* name, ParamState p) {
 }
 
 void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state) {
+    cost_adamw_update(dev, p);
     check(adamw.t >= 1, "adamw_update: t = %d, want 1 or more", adamw.t);
     dim3 grid = adamw_grid("adamw_update", p);
     // in FP64 on the host: 1 - beta^t loses its digits in FP32 when t is small

@@ -75,6 +75,7 @@ static inline void attention_check_workspace(Device* dev, const char* who, size_
 // out (B*T, C) BF16, lse (B, NH, T) FP32, from qkv (B*T, 3C) BF16; see floor.h.
 // 2 B NH T^2 HS useful flops (half the square): d12 at B,T = 32,1024 is 51.5 GFLOP, 0.15 ms with cuDNN on an H200.
 void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
+    cost_attention_forward(dev, B, T, NH, HS);
     size_t bytes = 0;
     attention_check_shape("attention_forward", B, T, NH, HS);
     if (attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
@@ -90,6 +91,7 @@ void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int 
 // 5 B NH T^2 HS useful flops.
 void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse, const bf16* qkv,
                         int B, int T, int NH, int HS) {
+    cost_attention_backward(dev, B, T, NH, HS);
     size_t bytes = 0;
     attention_check_shape("attention_backward", B, T, NH, HS);
     if (attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {

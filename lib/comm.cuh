@@ -98,6 +98,7 @@ int comm_num_ranks(const Comm* comm) { return comm->num_ranks; }
 
 static inline void comm_reduce(Comm* comm, Device* dev, float* data, size_t n, ncclRedOp_t op) {
     if (comm->num_ranks == 1) { return; }
+    cost_sum_over_ranks(dev);
     check(comm->nccl != NULL, "rank %d of %d: a reduction before comm_connect", comm->rank, comm->num_ranks);
     nccl_check(comm, ncclAllReduce(data, data, n, ncclFloat32, op, comm->nccl, dev->stream));
 }

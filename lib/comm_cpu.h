@@ -120,8 +120,8 @@ static inline void comm_sum_piece(Comm* comm, float* data, int n) {
 }
 
 void comm_sum(Comm* comm, Device* dev, float* data, size_t n) {
-    (void)dev;
     if (comm->num_ranks == 1) { return; }
+    cost_sum_over_ranks(dev);
     if (comm->received == NULL) {
         comm->received = (float*)malloc_or_die(((size_t)COMM_PIECE + (size_t)comm->num_ranks) * sizeof(float));
     }
@@ -132,8 +132,8 @@ void comm_sum(Comm* comm, Device* dev, float* data, size_t n) {
 
 // NaN is the caller's business (scale_slots_gather turns it into Inf): MPI_MAX may drop it.
 void comm_max(Comm* comm, Device* dev, float* data, size_t n) {
-    (void)dev;
     if (comm->num_ranks == 1) { return; }
+    cost_sum_over_ranks(dev);
     check(n <= INT_MAX, "comm_max: n = %zu, want at most %d", n, INT_MAX);
     mpi_check(MPI_Allreduce(MPI_IN_PLACE, data, (int)n, MPI_FLOAT, MPI_MAX, MPI_COMM_WORLD));
 }

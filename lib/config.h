@@ -20,6 +20,7 @@
 #include <limits.h>
 #include <math.h>
 #include <stddef.h>
+#include <sys/stat.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the settings
@@ -80,6 +81,10 @@ typedef struct {
     float headroom;                          // scales leave this factor of room, >= 1
     int bf16_first_layers, bf16_last_layers; // so many blocks at either end compute their linears in BF16
     int bf16_ops;                            // BF16_OP_* bits: these linears stay in BF16 in every block
+    int fp8_lm_head;                         // 1: the LM head computes in FP8, too
+    int fast_accum;                          // FAST_ACCUM_* bits (floor.h)
+    int autotune;                            // 1: matrix products by the fastest algorithm, timed once per shape
+    const char* autotune_cache;              // file that remembers those; "": config_autotune_cache's default
     int param_rounding;                   // ParamRounding
     int attention;                           // AttentionKind (floor.h)
     // evaluation and samples
@@ -94,6 +99,7 @@ typedef struct {
     float floor_loss;         // best reachable loss, shown as a line in log and plot; 0: unknown
     // run
     int log_every;     // a line on the screen every N steps; the log files get every step
+    int profile;       // steps whose time is split up by op, once scales are warm; 0: none
     int threads;       // CPU build; 0: all cores
     int dry_run;       // 1: print settings and memory plan and stop
     int zero_stage;    // llm.c's -z; 1 means the same as 0 on one rank
@@ -219,6 +225,14 @@ static inline const Flag* config_flags(int* count) {
          "keep the linears of the first F and the last L blocks in BF16"},
         {"bf16-ops", NULL, FLAG_SET, FLAG_OF_RUN, FLAG_AT(bf16_ops), "none", 0, 0, "qkv|proj|fc|fcproj", "LIST",
          "keep these linears of every block in BF16, e.g. qkv,fcproj"},
+        {"fp8-lm-head", NULL, FLAG_INT, FLAG_OF_RUN, FLAG_AT(fp8_lm_head), "0", 0, 1, NULL, "0|1",
+         "the LM head (logits, their gradients) in FP8, too"},
+        {"fast-accum", NULL, FLAG_SET, FLAG_OF_RUN, FLAG_AT(fast_accum), "forward", 0, 0, "forward|dgrad|wgrad", "LIST",
+         "FP8 products that may add with 14 bits instead of FP32's 23: faster; none: all add in FP32"},
+        {"autotune", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(autotune), "off", 0, 0, "off|on", "KIND",
+         "on: time the algorithms of every matrix product once and keep the fastest; off: the library's first choice"},
+        {"autotune-cache", NULL, FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(autotune_cache), "", 0, 0, NULL, "FILE",
+         "remembers them, so that runs repeat; none: matmul.txt in $XDG_CACHE_HOME or ~/.cache, in train_gpt_fp8/"},
         {"param-rounding", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(param_rounding), "stochastic", 0, 0,
          "stochastic|nearest", "KIND", "how BF16 parameters are made from the FP32 master weights; llm.c: stochastic"},
         {"attention", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(attention), "auto", 0, 0, "auto|builtin|cudnn", "KIND",
@@ -254,6 +268,8 @@ static inline const Flag* config_flags(int* count) {
         {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Run"},
         {"log-every", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(log_every), "1", 1, 2e9, NULL, "N",
          "a line on the screen every N steps; the files in -o get every step"},
+        {"profile", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(profile), "0", 0, 2e9, NULL, "N",
+         "time every op of N steps, from step 18 in FP8 (scales are warm), else 4, and print a table; 0: off"},
         {"threads", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(threads), "0", 0, 4096, NULL, "N",
          "threads of the CPU build; 0: all cores"},
         {"dry-run", NULL, FLAG_SWITCH, FLAG_OF_VIEW, FLAG_AT(dry_run), "0", 0, 1, NULL, NULL,
@@ -689,6 +705,7 @@ static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int n
     check(train->zero_stage == 0 || (train->zero_stage == 1 && num_ranks == 1),
           "--zero-stage (-z): the value '%d' of this llm.c flag is not supported by this version on %d GPUs; want 0",
           train->zero_stage, num_ranks);
+    check(!train->fp8_lm_head || train->precision == PRECISION_FP8, "--fp8-lm-head 1 needs --precision fp8");
     int first = train->bf16_first_layers, last = train->bf16_last_layers, L = gpt->num_layers;
     check(first + last <= L, "--bf16-layers %d,%d: more than the model's %d layers", first, last, L);
     int64_t micro_tokens = B * T * num_ranks;
@@ -715,6 +732,31 @@ static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int n
 static inline int config_linear_is_fp8(const TrainConfig* train, const GptConfig* gpt, int layer, int op) {
     int at_an_end = layer < train->bf16_first_layers || layer >= gpt->num_layers - train->bf16_last_layers;
     return train->precision == PRECISION_FP8 && !at_an_end && (train->bf16_ops & op) == 0;
+}
+
+// Where the choices of --autotune are remembered: what --autotune-cache says, else train_gpt_fp8/matmul.txt in the user's
+// folder for caches (XDG Base Directory Specification), which is made. Returns `path`; "" when there is no such folder.
+static inline const char* config_autotune_cache(const TrainConfig* train, char* path, size_t size) {
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    int length;
+    if (train->autotune_cache[0] != 0) {
+        length = snprintf(path, size, "%s", train->autotune_cache);
+    } else if (cache != NULL && cache[0] == '/') { // the specification: a relative path is to be ignored
+        length = snprintf(path, size, "%s/train_gpt_fp8/matmul.txt", cache);
+    } else if (home != NULL && home[0] != 0) {
+        length = snprintf(path, size, "%s/.cache/train_gpt_fp8/matmul.txt", home);
+    } else {
+        length = 0;
+        path[0] = 0;
+    }
+    check(length < (int)size, "--autotune-cache: the file name is longer than %zu characters", size);
+    int make = length > 0 && train->autotune_cache[0] == 0;
+    for (char* slash = path; make && (slash = strchr(slash + 1, '/')) != NULL;) {
+        *slash = 0;
+        mkdir(path, 0777); // one that exists, or cannot be made, shows when the file is opened
+        *slash = '/';
+    }
+    return path;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 // host's. Ops of reference.h lean on this file.
 //
 // Whoever includes this inside a namespace (the GPU test does) includes <math.h>, <unistd.h>, <omp.h> if OpenMP is on,
-// check.h, scaling.h and roofline.h before it, outside.
+// check.h, scaling.h, roofline.h and profile.h before it, outside.
 #ifndef DEVICE_CPU_H
 #define DEVICE_CPU_H
 
@@ -21,6 +21,7 @@ struct Comm;
 
 #include "check.h"
 #include "floor.h"
+#include "op_cost.h"
 #include "roofline.h"
 
 #ifndef _OPENMP
@@ -43,6 +44,9 @@ struct Device {
     float e4m3_values[256]; // code -> value
     float e5m2_values[256];
     char name[128];
+    Profile* profile; // NULL: not profiling
+    int profile_op;   // what has been running since profile_start, -1: nobody's op
+    double profile_start;
 };
 
 #define CPU_ALIGNMENT 256
@@ -201,21 +205,41 @@ void* pinned_malloc(Device* dev, size_t bytes) { return device_malloc(dev, bytes
 void pinned_release(Device* dev, void* p) { device_release(dev, p); }
 
 void device_zero(Device* dev, void* p, size_t bytes) {
-    (void)dev;
+    cost_zero(dev, bytes);
     memset(p, 0, bytes);
 }
 
 void device_copy_in(Device* dev, void* to_device, const void* from_host, size_t bytes) {
-    (void)dev;
+    cost_copy_in(dev);
     memcpy(to_device, from_host, bytes);
 }
 
 void device_copy_out(Device* dev, void* to_host, const void* from_device, size_t bytes) {
-    (void)dev;
+    cost_copy_out(dev);
     memcpy(to_host, from_device, bytes);
+    cost_nobody(dev);
 }
 
 void device_sync(Device* dev) { (void)dev; }
+
+void device_profile_begin(Device* dev, Profile* profile) {
+    dev->profile = profile;
+    dev->profile_op = -1;
+}
+
+Profile* device_profile(const Device* dev) { return dev->profile; }
+
+void device_profile_mark(Device* dev, int op) {
+    double now = roofline_now();
+    if (dev->profile_op >= 0) { dev->profile->ops[dev->profile_op].seconds += now - dev->profile_start; }
+    dev->profile_op = op;
+    dev->profile_start = now;
+}
+
+void device_profile_end(Device* dev) {
+    device_profile_mark(dev, -1);
+    dev->profile = NULL;
+}
 
 void device_set_workspace(Device* dev, void* p, size_t bytes) {
     dev->workspace = p;

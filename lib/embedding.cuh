@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(64)
 
 void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wte, const bf16* wpe, int B, int T,
                        int C) {
+    cost_embedding_forward(dev, B, T, C);
     check(B > 0 && T > 0 && C > 0 && C % BF16_OF_VECTOR == 0,
           "embedding_forward: (B, T, C) = (%d, %d, %d), want all positive and C a multiple of %d", B, T, C,
           BF16_OF_VECTOR);
@@ -165,6 +166,7 @@ void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wt
 
 void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B, int T,
                         int C) {
+    cost_embedding_backward(dev, index.num_buckets, B, T, C);
     check(B > 0 && T > 0 && C > 0 && C % BF16_OF_VECTOR == 0,
           "embedding_backward: (B, T, C) = (%d, %d, %d), want all positive and C a multiple of %d", B, T, C,
           BF16_OF_VECTOR);

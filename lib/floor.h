@@ -22,6 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "profile.h"
 #include "rng.h"
 #include "scaling.h"
 
@@ -169,6 +170,14 @@ size_t reduction_workspace_bytes(Device* dev, int cols);
 void bf16_to_host(Device* dev, float* to, const bf16* from, size_t n);
 void bf16_from_host(Device* dev, bf16* to, const float* from, size_t n);
 
+// Profiling: from begin to end every op is timed (GPU: events on the stream; CPU: the clock) and added to `profile`.
+// begin wants nothing queued on the device; end waits for it. Ops call mark through op_cost.h: from here on the time
+// belongs to profile->ops[op], -1: to nobody. profile_begin to _end is one step; the caller adds its duration.
+void device_profile_begin(Device* dev, Profile* profile);
+void device_profile_end(Device* dev);
+Profile* device_profile(const Device* dev); // NULL: not profiling
+void device_profile_mark(Device* dev, int op);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // embedding.cuh: tokens -> residual stream
 
@@ -192,7 +201,7 @@ void layernorm_backward(Device* dev, LayerNormBackward args);
 // ---------------------------------------------------------------------------------------------------------------------
 // matmul.cuh: the linear layers, y = x w^T + bias, w (OC, C) as in torch.nn.Linear.
 // FP8 when w.data is not NULL (then every operand's FP8 form is read), else BF16. FP32 accumulation; in FP8 fast
-// accumulation forward only. C, OC and, in FP8, rows must be multiples of 16.
+// accumulation in the roles of matmul_set_fast_accum. C, OC and, in FP8, rows must be multiples of 16.
 
 // y (rows, OC) BF16 = x (rows, C) . w^T + bias (OC; NULL: none)
 void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16* bias, int rows, int C,
@@ -200,8 +209,17 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
 // dx (rows, C) BF16 = dy (rows, OC) . w                              FP8: dy.data, w.transposed
 void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, int C, int OC);
 // dw (OC, C) FP32 += dy^T . x                                        FP8 when x.transposed: dy.transposed, x.transposed
-void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows, int C, int OC);
+// accumulate 0: dw = dy^T . x, the same values as added to zeros; what dw held before is not read
+void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accumulate, int rows, int C, int OC);
 size_t matmul_workspace_bytes(void);
+// FP8 products of these roles (bits) may use the tensor cores' fast accumulation from here on: 14 bits of accumulator
+// instead of 23. A new Device has FAST_ACCUM_FORWARD. CPU: no effect, its sums are FP32.
+enum { FAST_ACCUM_FORWARD = 1, FAST_ACCUM_DGRAD = 2, FAST_ACCUM_WGRAD = 4 };
+void matmul_set_fast_accum(Device* dev, int roles);
+// From here on, time the library's algorithms at the first product of each shape, keep the fastest, and remember it in
+// the text file `cache_path`, where the next run finds it: the same choice, the same bits. NULL: the library's first
+// suggestion. A file that cannot be used is one warning: then choices last as long as the Device. CPU: no effect.
+void matmul_set_autotune(Device* dev, const char* cache_path);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention.cuh: causal attention, softmax(q k^T / sqrt(HS)) v, never storing (T, T). FlashAttention-2 (Dao 2023).
@@ -238,9 +256,14 @@ void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int
 // classifier.cuh: softmax cross-entropy over the first V of Vp columns
 
 // losses (rows) FP32 = -log softmax(logits)[target];  targets (rows) int32 in [0, V)
-// with_gradient: logits (rows, Vp) BF16 become (softmax - onehot) * dloss, padding columns 0. Otherwise unchanged.
-void classifier(Device* dev, bf16* logits, float* losses, const int* targets, float dloss, int with_gradient,
-                          int rows, int V, int Vp);
+// with_gradient: (softmax - onehot) * dloss, padding columns 0, either
+//   BF16  in place of the logits (rows, Vp): dlogits.wide is `logits`, the other forms are NULL
+//   FP8   dlogits.data, dlogits.transposed, straight from FP32: wide is NULL. The slot is never measured or raised: no
+//         |dlogits| is above dloss, so its scale is known (SLOT_STATIC). rows a multiple of 16; the workspace has 8
+//         bytes, and 4 per 64 rows. The logits stay
+// Otherwise dlogits is not looked at, and the logits stay.
+void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, const int* targets, float dloss,
+                int with_gradient, int rows, int V, int Vp);
 // state->loss += factor * sum of losses (n), in fixed order
 void loss_add(Device* dev, StepState* state, const float* losses, float factor, size_t n);
 

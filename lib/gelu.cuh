@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 // kernel launchers
 
 void gelu_forward(Device* dev, E4m3Tensor y, const bf16* x, const bf16* bias, int rows, int C) {
+    cost_gelu_forward(dev, y, rows, C);
     FormsOut out = forms_of_e4m3(y);
     int fp8 = y.data != NULL || y.transposed != NULL;
     check_forms("gelu_forward", out, y.slot, fp8, rows, C);
@@ -138,6 +139,7 @@ void gelu_forward(Device* dev, E4m3Tensor y, const bf16* x, const bf16* bias, in
 
 void gelu_backward(Device* dev, E5m2Tensor dx, float* dbias, const bf16* dy, const bf16* x, const bf16* bias, int rows,
                    int C) {
+    cost_gelu_backward(dev, dx, rows, C);
     FormsOut out = forms_of_e5m2(dx);
     int fp8 = dx.data != NULL || dx.transposed != NULL;
     check_forms("gelu_backward", out, dx.slot, fp8, rows, C);

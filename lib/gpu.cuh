@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "floor.h"
+#include "op_cost.h"
 #include "roofline.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -51,6 +52,10 @@ struct Device {
     AttentionKind attention;      // AUTO with a cudnn handle: cuDNN, builtin for shapes it refuses
     struct CudnnAttention* cudnn; // of attention_cudnn.cpp, NULL when builtin
     char attention_name[64];
+    Profile* profile;    // NULL: not profiling
+    cudaEvent_t* events; // (num_events) made when they are first needed and kept: event i is mark i of the step
+    int* event_ops;      // (num_events) the op that begins at the event, -1: nobody's
+    int num_events, num_marks;
 };
 
 // Defined in attention.cuh and matmul.cuh: what those ops keep in the Device.
@@ -89,6 +94,11 @@ void device_free(Device* dev) {
     attention_release(dev);
     matmul_release(dev);
     cublas_check(cublasLtDestroy(dev->cublaslt));
+    for (int i = 0; i < dev->num_events; i++) {
+        cuda_check(cudaEventDestroy(dev->events[i]));
+    }
+    free(dev->events);
+    free(dev->event_ops);
     cuda_check(cudaStreamDestroy(dev->stream));
     free(dev);
 }
@@ -148,10 +158,12 @@ void pinned_release(Device* dev, void* p) {
 }
 
 void device_zero(Device* dev, void* p, size_t bytes) {
+    cost_zero(dev, bytes);
     cuda_check(cudaMemsetAsync(p, 0, bytes, dev->stream));
 }
 
 void device_copy_in(Device* dev, void* to_device, const void* from_host, size_t bytes) {
+    cost_copy_in(dev);
     cuda_check(cudaMemcpyAsync(to_device, from_host, bytes, cudaMemcpyHostToDevice, dev->stream));
 }
 
@@ -160,8 +172,48 @@ void device_sync(Device* dev) {
 }
 
 void device_copy_out(Device* dev, void* to_host, const void* from_device, size_t bytes) {
+    double start = dev->profile != NULL ? roofline_now() : 0.0;
+    cost_copy_out(dev);
+    // into memory that is not pinned it already waits here
     cuda_check(cudaMemcpyAsync(to_host, from_device, bytes, cudaMemcpyDeviceToHost, dev->stream));
+    cost_nobody(dev);
     device_sync(dev);
+    if (dev->profile != NULL) { dev->profile->wait_s += roofline_now() - start; }
+}
+
+void device_profile_begin(Device* dev, Profile* profile) {
+    dev->profile = profile;
+    dev->num_marks = 0;
+}
+
+Profile* device_profile(const Device* dev) {
+    return dev->profile;
+}
+
+void device_profile_mark(Device* dev, int op) {
+    if (dev->num_marks == dev->num_events) {
+        int more = dev->num_events > 0 ? 2 * dev->num_events : 1024;
+        dev->events = (cudaEvent_t*)realloc(dev->events, (size_t)more * sizeof(cudaEvent_t));
+        dev->event_ops = (int*)realloc(dev->event_ops, (size_t)more * sizeof(int));
+        check(dev->events != NULL && dev->event_ops != NULL, "out of host memory: wanted room for %d events", more);
+        for (; dev->num_events < more; dev->num_events++) {
+            cuda_check(cudaEventCreate(&dev->events[dev->num_events]));
+        }
+    }
+    cuda_check(cudaEventRecord(dev->events[dev->num_marks], dev->stream));
+    dev->event_ops[dev->num_marks++] = op;
+}
+
+void device_profile_end(Device* dev) {
+    device_profile_mark(dev, -1);
+    cuda_check(cudaStreamSynchronize(dev->stream));
+    for (int i = 0; i + 1 < dev->num_marks; i++) {
+        if (dev->event_ops[i] < 0) { continue; }
+        float ms;
+        cuda_check(cudaEventElapsedTime(&ms, dev->events[i], dev->events[i + 1]));
+        dev->profile->ops[dev->event_ops[i]].seconds += 1e-3 * ms;
+    }
+    dev->profile = NULL;
 }
 
 void device_set_workspace(Device* dev, void* p, size_t bytes) {

@@ -82,11 +82,13 @@ __global__ void __launch_bounds__(NORM_BLOCKS) global_norm_finish_kernel(StepSta
 // kernel launchers
 
 void loss_add(Device* dev, StepState* state, const float* losses, float factor, size_t n) {
+    cost_loss_add(dev, n);
     loss_add_kernel<<<1, 1024, 0, dev->stream>>>(state, losses, factor, n);
     cuda_check(cudaGetLastError());
 }
 
 void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
+    cost_global_norm(dev, n);
     check((uintptr_t)grads % 16 == 0, "global_norm: gradients are not aligned to 16 bytes");
     double* partials = (double*)workspace_floats(dev, "global_norm", 2 * NORM_BLOCKS);
     global_norm_kernel<<<NORM_BLOCKS, NORM_THREADS, 0, dev->stream>>>(partials, grads, n);

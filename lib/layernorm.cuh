@@ -449,6 +449,7 @@ static inline void layernorm_forward_launch(Device* dev, FormsOut y, LayerNormSt
 
 void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, ResidualAdd add, const bf16* weight,
                        const bf16* bias, int rows, int C) {
+    cost_layernorm_forward(dev, y, add, rows, C);
     FormsOut out = forms_of_e4m3(y);
     int fp8 = y.data != NULL || y.transposed != NULL;
     check_forms("layernorm_forward", out, y.slot, fp8, rows, C);
@@ -471,6 +472,7 @@ static inline void layernorm_backward_launch(Device* dev, LayerNormBackward args
 }
 
 void layernorm_backward(Device* dev, LayerNormBackward args) {
+    cost_layernorm_backward(dev, args.dx, args.dresidual, args.rows, args.C);
     FormsOut out = forms_of_e5m2(args.dx);
     int fp8 = args.dx.data != NULL || args.dx.transposed != NULL;
     check_forms("layernorm_backward", out, args.dx.slot, fp8, args.rows, args.C);

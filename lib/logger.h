@@ -7,7 +7,8 @@
 //     metrics.jsonl  one JSON object per line: first {"type": "config", ...} with every setting, then
 //                        {"type": "step", "step", "tokens", "loss", "grad_norm", "lr", "ms", "tokens_per_s",
 //                         "roofline_fraction", "loss_z", "grad_norm_z", "skipped", "slots_warming"}
-//                        {"type": "val", "step", "tokens", "loss"} and {"type": "eval", "step", "accuracy"};
+//                        {"type": "val", "step", "tokens", "loss"} and {"type": "eval", "step", "accuracy"},
+//                        {"type": "profile", "step", "profile": what profile_write_json writes};
 //                        what is not finite or not known is null
 //
 // Only rank 0 writes. Every line is flushed when it is written, so that a killed run has its log and a full disk stops
@@ -20,6 +21,7 @@
 #include <math.h>
 
 #include "config.h"
+#include "profile.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // outliers
@@ -205,6 +207,17 @@ static inline void logger_log_eval(Logger* logger, int step, float accuracy) {
     logger_flush(logger->main_log, logger->main_log_path);
     fprintf(logger->metrics, "{\"type\": \"eval\", \"step\": %d", step);
     logger_json_number(logger->metrics, "accuracy", (double)accuracy, 9);
+    fprintf(logger->metrics, "}\n");
+    logger_flush(logger->metrics, logger->metrics_path);
+}
+
+// The profile of the steps up to `step`.
+static inline void logger_log_profile(Logger* logger, int step, const Profile* profile) {
+    if (logger->main_log == NULL) {
+        return;
+    }
+    fprintf(logger->metrics, "{\"type\": \"profile\", \"step\": %d, \"profile\": ", step);
+    profile_write_json(logger->metrics, profile);
     fprintf(logger->metrics, "}\n");
     logger_flush(logger->metrics, logger->metrics_path);
 }

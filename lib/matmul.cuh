@@ -10,13 +10,15 @@
 // FP8 on Hopper exists as A^T B only (TN: both operands with k contiguous), which is why E4m3Tensor and E5m2Tensor have
 // a transposed form. A is always E4M3; B is E4M3 forward and E5M2 backward.
 //
-// Numerics: FP32 accumulation, one rounding to BF16 at the store (forward, dgrad); wgrad adds into FP32. Forward FP8
-// uses the tensor cores' fast accumulation; dgrad and wgrad add into full FP32 registers every few steps of k.
+// Numerics: FP32 accumulation, one rounding to BF16 at the store (forward, dgrad); wgrad adds into FP32. In FP8 the roles
+// of matmul_set_fast_accum (forward) use the tensor cores' fast accumulation; the others add into full FP32 registers
+// every few steps of k.
 // Split-k algorithms are allowed only with FP32 partial sums in the workspace, added in fixed order: the same bits on
 // every run.
 //
 // The plan of a shape (descriptors, layouts, algorithm) is made at its first product and kept. The algorithm is
-// cuBLASLt's first suggestion, or with matmul_set_autotune the fastest of its suggestions, remembered in a file.
+// cuBLASLt's first suggestion, or with matmul_set_autotune the fastest of its suggestions, remembered in a file: a run that
+// is continued, on a chip and library of the same name, then multiplies by the same algorithms and gives the same bits.
 #ifndef MATMUL_CUH
 #define MATMUL_CUH
 
@@ -34,6 +36,7 @@ typedef struct {
     int fp8;  // operands in FP8, else BF16
     int bias; // forward only: a BF16 bias is added before the rounding
     int rows, C, OC;
+    int fast; // FP8 only: fast accumulation
 } MatmulKey;
 
 // One product: what to multiply and where to put it.
@@ -61,7 +64,9 @@ typedef struct {
 typedef struct {
     MatmulShapePlan* shapes; // (num_shapes)
     int num_shapes;
-    char* autotune_path; // NULL: autotuning is off
+    int toggled_roles;   // FAST_ACCUM_* bits in which matmul_set_fast_accum differs from a new Device
+    int autotune;        // 0: the first suggestion
+    char* autotune_path; // NULL: what is timed is not remembered
     MatmulCache cache;   // what the file at autotune_path says
 } MatmulPlans;
 
@@ -116,7 +121,7 @@ static inline void matmul_describe(MatmulShapePlan* plan) {
     matmul_set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, &op_a, sizeof(op_a));
     matmul_set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, &op_b, sizeof(op_b));
     if (key.fp8) {
-        int8_t fast = key.role == MATMUL_FORWARD;
+        int8_t fast = (int8_t)key.fast;
         matmul_set(plan->operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof(fast));
     }
     if (key.bias) {
@@ -284,14 +289,24 @@ static inline int matmul_use_remembered(Device* dev, MatmulShapePlan* plan, cons
     return 1;
 }
 
+// The file cannot be written: say so once, and go on without it.
+static inline void matmul_forget_path(MatmulPlans* plans) {
+    fprintf(stderr, "warning: cannot write '%s' (%s): the algorithms of matrix products are timed anew in every run, and "
+            "a run that is continued may differ in its last bits (--autotune-cache FILE)\n", plans->autotune_path,
+            strerror(errno));
+    free(plans->autotune_path);
+    plans->autotune_path = NULL;
+}
+
 // The algorithm of a new plan, with autotuning: from the file, or timed now and put there.
 static inline void matmul_autotune(Device* dev, MatmulShapePlan* plan, const MatmulCall* call) {
     MatmulPlans* plans = matmul_plans(dev);
     MatmulKey key = plan->key;
     MatmulCacheEntry entry;
     memset(&entry, 0, sizeof(entry));
-    snprintf(entry.key, sizeof(entry.key), "%.64s, cuBLASLt %zu, %s%s, rows %d, C %d, OC %d", dev->properties.name,
-             cublasLtGetVersion(), matmul_role_name(key), key.bias ? " + bias" : "", key.rows, key.C, key.OC);
+    snprintf(entry.key, sizeof(entry.key), "%.64s, cuBLASLt %zu, %s%s%s, rows %d, C %d, OC %d", dev->properties.name,
+             cublasLtGetVersion(), matmul_role_name(key), key.fast ? " fast" : "", key.bias ? " + bias" : "", key.rows,
+             key.C, key.OC);
     if (matmul_use_remembered(dev, plan, entry.key)) { return; }
 
     cudaStreamCaptureStatus capturing;
@@ -299,12 +314,19 @@ static inline void matmul_autotune(Device* dev, MatmulShapePlan* plan, const Mat
     check(capturing == cudaStreamCaptureStatusNone,
           "%s with rows, C, OC = %d, %d, %d first met inside a graph capture: run each shape once before capturing",
           matmul_role_name(key), key.rows, key.C, key.OC);
-    int lock = matmul_cache_lock(plans->autotune_path);
-    matmul_cache_load(&plans->cache, plans->autotune_path); // another rank may have been here first
+    int lock = -1;
+    if (plans->autotune_path != NULL) {
+        lock = matmul_cache_lock(plans->autotune_path);
+        if (lock >= 0) {
+            matmul_cache_load(&plans->cache, plans->autotune_path); // another rank may have been here first
+        } else {
+            matmul_forget_path(plans); // while errno says why
+        }
+    }
     if (!matmul_use_remembered(dev, plan, entry.key)) {
         if (matmul_cache_find(&plans->cache, entry.key) != NULL) {
-            fprintf(stderr, "warning: '%s': cuBLASLt does not accept the algorithm for '%s': it is chosen anew\n",
-                    plans->autotune_path, entry.key);
+            fprintf(stderr, "warning: cuBLASLt does not accept the remembered algorithm for '%s': it is chosen anew\n",
+                    entry.key);
         }
         cublasLtMatmulHeuristicResult_t candidates[MATMUL_CANDIDATES];
         float microseconds = 0.0f;
@@ -317,7 +339,7 @@ static inline void matmul_autotune(Device* dev, MatmulShapePlan* plan, const Mat
             entry.microseconds = microseconds;
             memcpy(entry.algo, &plan->algo, sizeof(entry.algo));
             matmul_cache_put(&plans->cache, &entry);
-            matmul_cache_save(&plans->cache, plans->autotune_path);
+            if (lock >= 0 && !matmul_cache_save(&plans->cache, plans->autotune_path)) { matmul_forget_path(plans); }
         }
     }
     matmul_cache_unlock(lock);
@@ -331,7 +353,7 @@ static inline MatmulShapePlan* matmul_find_plan(Device* dev, const MatmulCall* c
     MatmulPlans* plans = matmul_plans(dev);
     for (int i = 0; i < plans->num_shapes; i++) {
         MatmulShapePlan* plan = &plans->shapes[i];
-        if (memcmp(&plan->key, &call->key, sizeof(MatmulKey)) == 0) { // six ints, no padding
+        if (memcmp(&plan->key, &call->key, sizeof(MatmulKey)) == 0) { // seven ints, no padding
             matmul_point(plan, call);
             return plan;
         }
@@ -340,7 +362,7 @@ static inline MatmulShapePlan* matmul_find_plan(Device* dev, const MatmulCall* c
     plan.key = call->key;
     matmul_describe(&plan);
     matmul_point(&plan, call); // cuBLASLt's suggestions depend on which pointers there are
-    if (plans->autotune_path != NULL) {
+    if (plans->autotune) {
         matmul_autotune(dev, &plan, call);
     } else {
         cublasLtMatmulHeuristicResult_t candidates[MATMUL_CANDIDATES];
@@ -360,6 +382,14 @@ static inline MatmulShapePlan* matmul_find_plan(Device* dev, const MatmulCall* c
 static inline const float* matmul_descale(int fp8, const ScaleSlot* slot) {
     check(!fp8 || slot != NULL, "matmul: an FP8 operand without a slot");
     return fp8 ? &slot->descale : NULL;
+}
+
+// May an FP8 product of this role accumulate fast?
+static inline int matmul_is_fast(Device* dev, MatmulRole role, int fp8) {
+    static_assert(FAST_ACCUM_FORWARD == 1 << MATMUL_FORWARD && FAST_ACCUM_DGRAD == 1 << MATMUL_DGRAD &&
+                  FAST_ACCUM_WGRAD == 1 << MATMUL_WGRAD, "one bit per role");
+    int roles = FAST_ACCUM_FORWARD ^ matmul_plans(dev)->toggled_roles;
+    return fp8 && (roles >> role & 1);
 }
 
 static inline void matmul_run(Device* dev, const MatmulCall* call) {
@@ -391,8 +421,9 @@ static inline void matmul_run(Device* dev, const MatmulCall* call) {
 // NOTE: in FP8 a bias costs 30% at C = 768 (122.6 -> 159 us on an H200, 2026-11-21): better added by who reads y.
 void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16* bias, int rows, int C, int OC) {
     int fp8 = w.data != NULL;
+    cost_matmul_forward(dev, fp8, rows, C, OC);
     MatmulCall call = {};
-    call.key = {MATMUL_FORWARD, fp8, bias != NULL, rows, C, OC};
+    call.key = {MATMUL_FORWARD, fp8, bias != NULL, rows, C, OC, matmul_is_fast(dev, MATMUL_FORWARD, fp8)};
     call.d = y;
     call.a = fp8 ? (const void*)w.data : w.wide;
     call.b = fp8 ? (const void*)x.data : x.wide;
@@ -405,8 +436,9 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
 // dx (rows, C) BF16 = dy (rows, OC) . w   FP8: dy.data, w.transposed
 void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, int C, int OC) {
     int fp8 = w.data != NULL || w.transposed != NULL;
+    cost_matmul_dgrad(dev, fp8, rows, C, OC);
     MatmulCall call = {};
-    call.key = {MATMUL_DGRAD, fp8, 0, rows, C, OC};
+    call.key = {MATMUL_DGRAD, fp8, 0, rows, C, OC, matmul_is_fast(dev, MATMUL_DGRAD, fp8)};
     call.d = dx;
     call.a = fp8 ? (const void*)w.transposed : w.wide;
     call.b = fp8 ? (const void*)dy.data : dy.wide;
@@ -416,28 +448,24 @@ void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, 
 }
 
 // dw (OC, C) FP32 += dy^T . x   FP8 when x.transposed: dy.transposed, x.transposed
-void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows, int C, int OC) {
+// accumulate 0: dw = dy^T . x, by the same algorithm: a first micro-step has the values of 0 + dy^T . x
+void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accumulate, int rows, int C, int OC) {
     int fp8 = x.transposed != NULL;
+    cost_matmul_wgrad(dev, fp8, accumulate, rows, C, OC);
     MatmulCall call = {};
-    call.key = {MATMUL_WGRAD, fp8, 0, rows, C, OC};
+    call.key = {MATMUL_WGRAD, fp8, 0, rows, C, OC, matmul_is_fast(dev, MATMUL_WGRAD, fp8)};
     call.d = dw;
     call.a = fp8 ? (const void*)x.transposed : x.wide;
     call.b = fp8 ? (const void*)dy.transposed : dy.wide;
     call.a_descale = matmul_descale(fp8, x.slot);
     call.b_descale = matmul_descale(fp8, dy.slot);
-    call.beta = 1.0f;
+    call.beta = accumulate ? 1.0f : 0.0f;
     matmul_run(dev, &call);
 }
 
 size_t matmul_workspace_bytes(void) { return MATMUL_WORKSPACE_BYTES; }
 
-// From now on, time cuBLASLt's suggestions at the first product of each shape and keep the fastest in the text file
-// `cache_path` (made if missing; ranks may share it), where the next run finds it. NULL: take the first suggestion.
-// Plans made before are dropped. A file that cannot be read or written is an error; a corrupt one a warning.
-// NOTE: the first product of a shape then synchronises with the host, and for wgrad allocates another dw for a moment.
-void matmul_set_autotune(Device* dev, const char* cache_path);
-
-// Forget all plans, and the autotuning. Called by device_free.
+// Forget all plans, the autotuning and the accumulation modes. Called by device_free.
 void matmul_release(Device* dev) {
     if (dev->matmul_plans == NULL) { return; }
     MatmulPlans* plans = matmul_plans(dev);
@@ -455,15 +483,25 @@ void matmul_release(Device* dev) {
     dev->matmul_plans = NULL;
 }
 
+void matmul_set_fast_accum(Device* dev, int roles) { matmul_plans(dev)->toggled_roles = FAST_ACCUM_FORWARD ^ roles; }
+
+// Plans made before are dropped. Ranks may share the file: the first to meet a shape chooses, the others wait and read.
+// NOTE: the first product of a shape then synchronises with the host, and for wgrad allocates another dw for a moment.
 void matmul_set_autotune(Device* dev, const char* cache_path) {
+    int toggled_roles = matmul_plans(dev)->toggled_roles;
     matmul_release(dev);
-    if (cache_path == NULL) { return; }
     MatmulPlans* plans = matmul_plans(dev);
+    plans->toggled_roles = toggled_roles;
+    if (cache_path == NULL) { return; }
+    plans->autotune = 1;
     plans->autotune_path = (char*)malloc_or_die(strlen(cache_path) + 1);
     strcpy(plans->autotune_path, cache_path);
-    int lock = matmul_cache_lock(cache_path); // an unusable path is an error now and not in the first step
-    matmul_cache_load(&plans->cache, cache_path);
-    matmul_cache_save(&plans->cache, cache_path); // a corrupt file was reported once: do not find it again
+    errno = ENOENT;
+    // what is wrong with the path shows now and not in the first step
+    int lock = cache_path[0] != 0 ? matmul_cache_lock(cache_path) : -1;
+    if (lock >= 0) { matmul_cache_load(&plans->cache, cache_path); }
+    // a corrupt file was reported once: do not find it again
+    if (lock < 0 || !matmul_cache_save(&plans->cache, cache_path)) { matmul_forget_path(plans); }
     matmul_cache_unlock(lock);
 }
 

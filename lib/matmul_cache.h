@@ -100,12 +100,13 @@ static inline int matmul_cache_parse_entry(MatmulCacheEntry* entry, const char* 
     return strcmp(again, line) == 0;
 }
 
-// Read the file into an empty cache. A missing file is an empty cache; a corrupt one too, after one warning line.
+// Read the file into an empty cache. A missing file is an empty cache; one that is corrupt or cannot be read, too, after
+// one warning line.
 static inline void matmul_cache_load(MatmulCache* cache, const char* path) {
     matmul_cache_clear(cache);
     FILE* f = fopen(path, "r");
     if (f == NULL) {
-        check(errno == ENOENT, "cannot open '%s' for reading: %s", path, strerror(errno));
+        if (errno != ENOENT) { fprintf(stderr, "warning: cannot read '%s': %s\n", path, strerror(errno)); }
         return;
     }
     char line[512];
@@ -139,35 +140,41 @@ static inline void matmul_cache_load(MatmulCache* cache, const char* path) {
     }
 }
 
-// Write the file: to a temporary name first, so that a reader never sees half of it.
-static inline void matmul_cache_save(const MatmulCache* cache, const char* path) {
+// Write the file: to a temporary name first, so that a reader never sees half of it. Returns 0, with errno, if it cannot
+// be written (no such folder, a full disk): what was there is there still.
+static inline int matmul_cache_save(const MatmulCache* cache, const char* path) {
     char temporary[1024], line[512];
     int length = snprintf(temporary, sizeof(temporary), "%s.tmp", path);
     check(length < (int)sizeof(temporary), "file name '%s' is too long", path);
-    FILE* f = fopen_or_die(temporary, "w");
+    FILE* f = fopen(temporary, "w");
+    if (f == NULL) { return 0; }
     fprintf(f, "%s\n", MATMUL_CACHE_HEADER);
     for (int i = 0; i < cache->num_entries; i++) {
         matmul_cache_print_entry(line, sizeof(line), &cache->entries[i]);
         fprintf(f, "%s\n", line);
     }
     fprintf(f, "end %d\n", cache->num_entries);
-    check(!ferror(f), "cannot write '%s': %s", temporary, strerror(errno));
-    fclose_or_die(f, temporary);
-    check(rename(temporary, path) == 0, "cannot rename '%s' to '%s': %s", temporary, path, strerror(errno));
+    int written = !ferror(f);
+    return fclose(f) == 0 && written && rename(temporary, path) == 0;
 }
 
 // Enter and leave the section in which one process at a time chooses algorithms for `path`: the ranks of a run share
 // the file, and must all take what the first of them chose. Uses a file of its own, because `path` gets renamed over.
+// Returns -1, with errno, if that cannot be made or locked.
 static inline int matmul_cache_lock(const char* path) {
     char name[1024];
     int length = snprintf(name, sizeof(name), "%s.lock", path);
     check(length < (int)sizeof(name), "file name '%s' is too long", path);
     int lock = open(name, O_CREAT | O_RDWR | O_CLOEXEC, 0666);
-    check(lock >= 0, "cannot open '%s' for writing: %s", name, strerror(errno));
-    check(flock(lock, LOCK_EX) == 0, "cannot lock '%s': %s", name, strerror(errno));
+    if (lock >= 0 && flock(lock, LOCK_EX) != 0) {
+        close(lock);
+        return -1;
+    }
     return lock;
 }
 
-static inline void matmul_cache_unlock(int lock) { close(lock); }
+static inline void matmul_cache_unlock(int lock) {
+    if (lock >= 0) { close(lock); }
+}
 
 #endif

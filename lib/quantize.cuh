@@ -102,6 +102,7 @@ static inline void quantize_launch(Device* dev, FormsOut y, float* partials, con
 
 void quantize_forward(Device* dev, E4m3Tensor y, int rows, int cols) {
     if (y.data == NULL && y.transposed == NULL) { return; }
+    cost_quantize_forward(dev, y, rows, cols);
     const bf16* x = y.wide;
     FormsOut out = forms_of_e4m3(y);
     check_forms("quantize_forward", out, y.slot, 1, rows, cols);
@@ -115,6 +116,7 @@ void quantize_forward(Device* dev, E4m3Tensor y, int rows, int cols) {
 }
 
 void quantize_backward(Device* dev, E5m2Tensor dy, float* dbias, int rows, int cols) {
+    cost_quantize_backward(dev, dy, rows, cols);
     const bf16* x = dy.wide;
     FormsOut out = forms_of_e5m2(dy);
     int fp8 = dy.data != NULL || dy.transposed != NULL;
@@ -133,6 +135,7 @@ void quantize_backward(Device* dev, E5m2Tensor dy, float* dbias, int rows, int c
 }
 
 void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int C) {
+    cost_quantize_weight(dev, w, OC, C);
     w.wide = NULL;
     w.record = 0; // a weight's slot is measured by the optimizer, never here
     FormsOut out = forms_of_e4m3(w);

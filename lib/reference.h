@@ -471,6 +471,7 @@ static inline void matrix_product(Device* dev, const Product* p) {
 
 void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wte, const bf16* wpe, int B, int T,
                        int C) {
+    cost_embedding_forward(dev, B, T, C);
 #pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 2e-4 * B * T * C))
     for (int row = 0; row < B * T; row++) {
         const float* token = wte + (size_t)tokens[row] * C;
@@ -499,6 +500,7 @@ static inline void sum_rows(float* to, const float* from, const int* index, int 
 
 void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B, int T,
                         int C) {
+    cost_embedding_backward(dev, index.num_buckets, B, T, C);
 #pragma omp parallel num_threads(cpu_threads_for(dev, 5e-4 * B * T * C))
     {
         float* sum = (float*)cpu_scratch(dev, cpu_thread_index(), (size_t)C * sizeof(float));
@@ -564,6 +566,7 @@ static inline void layernorm_forward_row(const void* op_, int row, float* values
 
 void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, ResidualAdd add, const bf16* weight,
                        const bf16* bias, int rows, int C) {
+    cost_layernorm_forward(dev, y, add, rows, C);
     check(add.branch == NULL || (add.sum != NULL && add.bias != NULL),
           "layernorm_forward: a branch needs sum and bias");
     LayerNormForwardOp op = {dev, stats, add, weight, bias, C};
@@ -612,6 +615,7 @@ static inline void layernorm_backward_row(const void* op_, int row, float* value
 }
 
 void layernorm_backward(Device* dev, LayerNormBackward args) {
+    cost_layernorm_backward(dev, args.dx, args.dresidual, args.rows, args.C);
     LayerNormBackwardOp op = {dev, args};
     Producer producer = {
         "layernorm_backward", layernorm_backward_row, &op, 3, {args.dweight, args.dbias, args.dbranch_bias}};
@@ -629,6 +633,7 @@ static inline void check_matmul(const char* name, int rows, int C, int OC, int f
 void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16* bias, int rows, int C, int OC) {
     int fp8 = w.data != NULL;
     check_matmul("matmul_forward", rows, C, OC, fp8);
+    cost_matmul_forward(dev, fp8, rows, C, OC);
     check(fp8 ? x.data != NULL : x.wide != NULL && w.wide != NULL, "matmul_forward: an operand lacks its %s form",
           fp8 ? "FP8" : "BF16");
     size_t K = (size_t)C;
@@ -649,6 +654,7 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
 void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, int C, int OC) {
     int fp8 = w.data != NULL;
     check_matmul("matmul_dgrad", rows, C, OC, fp8);
+    cost_matmul_dgrad(dev, fp8, rows, C, OC);
     check(fp8 ? dy.data != NULL && w.transposed != NULL : dy.wide != NULL && w.wide != NULL,
           "matmul_dgrad: an operand lacks its %s form", fp8 ? "FP8" : "BF16");
     size_t K = (size_t)OC;
@@ -666,13 +672,14 @@ void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, 
     matrix_product(dev, &product);
 }
 
-void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows, int C, int OC) {
+void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accumulate, int rows, int C, int OC) {
     int fp8 = x.transposed != NULL;
     check_matmul("matmul_wgrad", rows, C, OC, fp8);
+    cost_matmul_wgrad(dev, fp8, accumulate, rows, C, OC);
     check(fp8 ? dy.transposed != NULL : dy.wide != NULL && x.wide != NULL, "matmul_wgrad: an operand lacks its %s form",
           fp8 ? "FP8" : "BF16");
     size_t K = (size_t)rows;
-    Epilogue epilogue = {1.0f, NULL, 1, 0, 0};
+    Epilogue epilogue = {1.0f, NULL, accumulate, 0, 0};
     Operand a, b;
     if (fp8) {
         a = operand_codes(dy.transposed, dev->e5m2_values, K, 1);
@@ -687,6 +694,10 @@ void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int rows,
 }
 
 size_t matmul_workspace_bytes(void) { return 0; }
+
+void matmul_set_fast_accum(Device* dev, int roles) { (void)dev, (void)roles; }
+
+void matmul_set_autotune(Device* dev, const char* cache_path) { (void)dev, (void)cache_path; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention: one (batch, head) per task, ATTENTION_ROWS queries at a time against all keys before them, so that a
@@ -784,6 +795,7 @@ static inline void attention_forward_head(Device* dev, float* out, float* lse, A
 }
 
 void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
+    cost_attention_forward(dev, B, T, NH, HS);
     check_attention("attention_forward", B, T, NH, HS);
     size_t C = (size_t)NH * HS;
 #pragma omp parallel for schedule(dynamic) num_threads(cpu_threads_for(dev, 4e-5 * B * T * T * C))
@@ -879,6 +891,7 @@ static inline void attention_backward_head(Device* dev, float* dqkv, const float
 
 void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse, const bf16* qkv,
                         int B, int T, int NH, int HS) {
+    cost_attention_backward(dev, B, T, NH, HS);
     check_attention("attention_backward", B, T, NH, HS);
     size_t C = (size_t)NH * HS;
 #pragma omp parallel for schedule(dynamic) num_threads(cpu_threads_for(dev, 1e-4 * B * T * T * C))
@@ -919,6 +932,7 @@ static inline void gelu_forward_row(const void* op_, int row, float* values, flo
 }
 
 void gelu_forward(Device* dev, E4m3Tensor y, const bf16* x, const bf16* bias, int rows, int C) {
+    cost_gelu_forward(dev, y, rows, C);
     GeluOp op = {NULL, x, bias, C};
     produce(dev, row_output_e4m3(y), producer_of("gelu_forward", gelu_forward_row, &op), rows, C);
 }
@@ -940,6 +954,7 @@ static inline void gelu_backward_row(const void* op_, int row, float* values, fl
 
 void gelu_backward(Device* dev, E5m2Tensor dx, float* dbias, const bf16* dy, const bf16* x, const bf16* bias, int rows,
                    int C) {
+    cost_gelu_backward(dev, dx, rows, C);
     GeluOp op = {dy, x, bias, C};
     Producer producer = {"gelu_backward", gelu_backward_row, &op, 1, {dbias, NULL, NULL}};
     produce(dev, row_output_e5m2(dx), producer, rows, C);
@@ -966,12 +981,14 @@ static inline void quantize_and_sum_row(const void* op_, int row, float* values,
 
 void quantize_forward(Device* dev, E4m3Tensor y, int rows, int cols) {
     if (y.data == NULL && y.transposed == NULL) { return; }
+    cost_quantize_forward(dev, y, rows, cols);
     QuantizeOp op = {y.wide, cols};
     y.wide = NULL; // an input here
     produce(dev, row_output_e4m3(y), producer_of("quantize_forward", quantize_row, &op), rows, cols);
 }
 
 void quantize_backward(Device* dev, E5m2Tensor dy, float* dbias, int rows, int cols) {
+    cost_quantize_backward(dev, dy, rows, cols);
     QuantizeOp op = {dy.wide, cols};
     dy.wide = NULL; // an input here
     Producer producer = {"quantize_backward", quantize_and_sum_row, &op, 1, {dbias, NULL, NULL}};
@@ -980,6 +997,7 @@ void quantize_backward(Device* dev, E5m2Tensor dy, float* dbias, int rows, int c
 
 // A weight's slot is measured by the optimizer (adamw_update, params_from_master), never here.
 void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int C) {
+    cost_quantize_weight(dev, w, OC, C);
     QuantizeOp op = {master, C};
     w.wide = NULL;
     w.measure_first = w.record = 0;
@@ -989,9 +1007,9 @@ void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int
 // ---------------------------------------------------------------------------------------------------------------------
 // classifier
 
-// One row: returns -log softmax(logits)[target]; with_gradient turns the row into (softmax - onehot) * dloss.
-static inline float classifier_row(const Device* dev, float* logits, int target, float dloss, int with_gradient, int V,
-                                   int Vp) {
+// One row: returns -log softmax(logits)[target], and, unless gradient is NULL, writes gradient (Vp) = (softmax - onehot) *
+// dloss, not rounded. gradient may be logits.
+static inline float classifier_row(float* gradient, const float* logits, int target, float dloss, int V, int Vp) {
     float largest = logits[0];
 #pragma omp simd reduction(max : largest)
     for (int v = 1; v < V; v++) {
@@ -1008,29 +1026,58 @@ static inline float classifier_row(const Device* dev, float* logits, int target,
         sum += block;
     }
     float loss = logf(sum) + largest - logits[target];
-    if (with_gradient) {
+    if (gradient != NULL) {
         float target_probability = exp_f32(logits[target] - largest) / sum, factor = dloss / sum;
 #pragma omp simd
         for (int v = 0; v < V; v++) {
-            logits[v] = bf16_stored(dev, exp_f32(logits[v] - largest) * factor);
+            gradient[v] = exp_f32(logits[v] - largest) * factor;
         }
-        logits[target] = bf16_stored(dev, (target_probability - 1.0f) * dloss);
-        memset(logits + V, 0, (size_t)(Vp - V) * sizeof(float));
+        gradient[target] = (target_probability - 1.0f) * dloss;
+        memset(gradient + V, 0, (size_t)(Vp - V) * sizeof(float));
     }
     return loss;
 }
 
-void classifier(Device* dev, bf16* logits, float* losses, const int* targets, float dloss, int with_gradient, int rows,
-                int V, int Vp) {
+// The classifier as a producer of FP8.
+typedef struct {
+    float* losses;
+    const float* logits;
+    const int* targets;
+    float dloss;
+    int V, Vp;
+} ClassifierOp;
+
+static inline void classifier_fp8_row(const void* op_, int row, float* values, float* sums, Pass pass) {
+    const ClassifierOp* op = (const ClassifierOp*)op_;
+    (void)sums, (void)pass;
+    const float* logits = op->logits + (size_t)row * op->Vp;
+    op->losses[row] = classifier_row(values, logits, op->targets[row], op->dloss, op->V, op->Vp);
+}
+
+void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, const int* targets, float dloss,
+                int with_gradient, int rows, int V, int Vp) {
+    cost_classifier(dev, with_gradient, rows, Vp);
     check(V > 0 && V <= Vp, "classifier: (V, Vp) = (%d, %d), want 0 < V <= Vp", V, Vp);
+    if (with_gradient && (dlogits.data != NULL || dlogits.transposed != NULL)) {
+        check(dlogits.wide == NULL, "classifier: dlogits in FP8 and BF16, want one of them");
+        dlogits.measure_first = dlogits.record = 0;
+        ClassifierOp op = {losses, logits, targets, dloss, V, Vp};
+        produce(dev, row_output_e5m2(dlogits), producer_of("classifier", classifier_fp8_row, &op), rows, Vp);
+        return;
+    }
+    check(!with_gradient || dlogits.wide == logits, "classifier: dlogits in BF16 replace the logits, found another place");
 #pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-3 * rows * Vp))
     for (int row = 0; row < rows; row++) {
-        losses[row] = classifier_row(dev, logits + (size_t)row * Vp, targets[row], dloss, with_gradient, V, Vp);
+        float* line = logits + (size_t)row * Vp;
+        losses[row] = classifier_row(with_gradient ? line : NULL, line, targets[row], dloss, V, Vp);
+        for (int v = 0; with_gradient && v < V; v++) {
+            line[v] = bf16_stored(dev, line[v]);
+        }
     }
 }
 
 void loss_add(Device* dev, StepState* state, const float* losses, float factor, size_t n) {
-    (void)dev;
+    cost_loss_add(dev, n);
     double sum = 0.0;
     for (size_t i = 0; i < n; i++) {
         sum += losses[i];
@@ -1044,7 +1091,7 @@ void loss_add(Device* dev, StepState* state, const float* losses, float factor, 
 #define NORM_CHUNKS 1024
 
 void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
-    (void)dev; // unused without OpenMP
+    cost_global_norm(dev, n);
     double sums[NORM_CHUNKS];
     size_t chunk = (n + NORM_CHUNKS - 1) / NORM_CHUNKS;
 #pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-4 * n))
@@ -1137,6 +1184,7 @@ static inline void params_update(Device* dev, ParamState p, ParamUpdate u) {
 }
 
 void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state) {
+    cost_adamw_update(dev, p);
     check(adamw.t >= 1, "adamw_update: t = %d, want 1 or more", adamw.t);
     if (state->skip) { return; }
     ParamUpdate update = {adamw, 1.0f, 0.0f, 0.0f, 1};
@@ -1155,7 +1203,7 @@ void params_from_master(Device* dev, ParamState p) {
 }
 
 void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int num_slots) {
-    (void)dev;
+    cost_scale_slots(dev, num_slots);
     for (int i = 0; i < num_slots; i++) {
         amaxes[i] = isnan(slots[i].amax) ? INFINITY : slots[i].amax;
     }
@@ -1163,7 +1211,7 @@ void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int 
 
 void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int num_slots, ScaleRecipe recipe,
                       StepState* state) {
-    (void)dev;
+    cost_scale_slots(dev, num_slots);
     state->slots_warming = 0;
     for (int i = 0; i < num_slots; i++) {
         scale_slot_step(&slots[i], amaxes[i], recipe);

@@ -257,12 +257,13 @@ static inline Roofline roofline_step(const Chip* chip, const GptConfig* gpt, con
     }
     roofline_add(&r, chip, "residual + layernorm forward", M, 0, 0.0, 4 * unit); // the last LayerNorm
     roofline_add(&r, chip, "layernorm backward (last)", M, 0, 0.0, 3 * unit);
-    // LM head: logits = x wte^T in BF16, the loss turns logits into their gradients in place
-    double logits = wide * rows * Vp, head = 2.0 * rows * C * Vp, wte = wide * Vp * C;
-    roofline_add(&r, chip, "lm head", M, 0, head, unit + wte + logits);
+    // LM head: logits = x wte^T. The loss turns logits into their gradients, in place or (FP8) twice in 1 byte
+    int fp8_head = train->fp8_lm_head;
+    double logits = wide * rows * Vp, head = 2.0 * rows * C * Vp, width = fp8_head ? 1.0 : wide;
+    roofline_add(&r, chip, "lm head", M, fp8_head, head, width * (rows * C + Vp * C) + logits);
     roofline_add(&r, chip, "cross-entropy", M, 0, 0.0, 2 * logits);
-    roofline_add(&r, chip, "lm head dgrad", M, 0, head, logits + wte + unit);
-    roofline_add(&r, chip, "lm head wgrad", M, 0, head, logits + unit + 8.0 * Vp * C);
+    roofline_add(&r, chip, "lm head dgrad", M, fp8_head, head, width * (rows * Vp + Vp * C) + unit);
+    roofline_add(&r, chip, "lm head wgrad", M, fp8_head, head, width * (rows * Vp + rows * C) + 8.0 * Vp * C);
     roofline_add(&r, chip, "embedding backward", M, 0, 0.0, unit + 8.0 * rows * C);
     // per parameter: gradient read for the norm 4 and again 4, master 8, moments 16, weight of the next step 2
     roofline_add(&r, chip, "gradient norm + adamw", 1, 0, 0.0, (4 + 4 + 8 + 16 + wide) * N);

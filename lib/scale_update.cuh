@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(128)
 // kernel launchers
 
 void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int num_slots) {
+    cost_scale_slots(dev, num_slots);
     if (num_slots <= 0) { return; }
     scale_slots_gather_kernel<<<(unsigned)ceil_div((size_t)num_slots, 128), 128, 0, dev->stream>>>(amaxes, slots,
                                                                                                    num_slots);
@@ -52,6 +53,7 @@ void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int 
 
 void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int num_slots, ScaleRecipe recipe,
                       StepState* state) {
+    cost_scale_slots(dev, num_slots);
     cuda_check(cudaMemsetAsync(&state->slots_warming, 0, sizeof(int), dev->stream));
     if (num_slots <= 0) { return; }
     scale_slots_step_kernel<<<num_slots, 128, 0, dev->stream>>>(slots, amaxes, recipe, &state->slots_warming);

@@ -32,7 +32,8 @@ typedef enum {
     SLOT_DELAYED = 0,      // activations and gradients: scale from the ring; just in time while warming up
     SLOT_JUST_IN_TIME = 1, // --recipe current: always measured first
     SLOT_WEIGHT = 2,       // weights: quantised right after the step that measured them, so never delayed
-    SLOT_UNUSED = 3        // belongs to a linear that is kept in BF16
+    SLOT_UNUSED = 3,       // belongs to a linear that is kept in BF16
+    SLOT_STATIC = 4        // a bound of the tensor is known beforehand, and with it the scale: nothing ever changes it
 } SlotPolicy;
 
 // NOTE: descale comes first and the struct is 16-byte aligned because cuBLASLt 13 refuses an FP8 product ("not
@@ -110,6 +111,7 @@ HOST_DEVICE static inline float scale_slot_ring_amax(const ScaleSlot* slot, Scal
 // End of an optimizer step: take in this step's amax (reduced over all ranks), decide the next scale, clear the amax.
 HOST_DEVICE static inline void scale_slot_step(ScaleSlot* slot, float amax, ScaleRecipe recipe) {
     slot->amax = 0.0f;
+    if (slot->policy == SLOT_STATIC) { return; }
     if (slot->policy == SLOT_WEIGHT) {
         recipe.headroom = 1.0f; // the very tensor that is quantised next
         slot->scale = scale_from_amax(amax, slot->scale, slot->fp8_max, recipe);

@@ -103,6 +103,15 @@ else
     check "FP8 close to BF16: |$fp8 - $bf16| = $gap" "want below 0.03" below "$gap" 0.03
 fi
 
+train head --precision fp8 --fp8-lm-head 1
+head=$(last_val head)
+gap=$(awk -v a="$head" -v b="$fp8" 'BEGIN { d = a - b; print d < 0 ? -d : d }')
+if [[ $head == "$fp8" ]]; then
+    fail "FP8 head differs from BF16 head" "both have validation loss $fp8: is --fp8-lm-head ignored?"
+else
+    check "FP8 head close to BF16 head: |$head - $fp8| = $gap" "want below 0.03" below "$gap" 0.03
+fi
+
 train again --precision fp8 --save-model "$work/again.bin"
 check "two runs: the same losses and norms, bit for bit" "metrics.jsonl differs" cmp -s <(losses fp8 step) <(losses again step)
 check "two runs: the same model file" "files differ" cmp -s "$work/fp8.bin" "$work/again.bin"
@@ -169,6 +178,45 @@ if "$program" -i "$work/train.bin" -j "$work/val.bin" -o "$work/llmc" -v 2 -s 2 
 else
     fail "llm.c's command line, with gradient accumulation" "$(tail -n 3 "$work/llmc.out")"
 fi
+
+# ----------------------------------------------------------------------------------------------------------------------
+# profile
+
+# The numbers of table and log, of two profiled steps (18 and 19, when scales are warm) of two micro-steps: percentages with the gaps make 100, every
+# op is called as often as the model says, FLOPs are those of the model (its products by hand, as in test_roofline.c).
+check_profile() {
+    python3 - "$work/profile/metrics.jsonl" "$work/profile.out" <<'PYTHON'
+import json, re, sys
+records = [json.loads(line) for line in open(sys.argv[1])]
+profile, = [r["profile"] for r in records if r["type"] == "profile"]
+ops = {op["op"]: op for op in profile["ops"]}
+L, C, T, Vp, tokens = 2, 64, 64, 384, 2 * 4 * 64
+flops = sum(op["tflops"] * op["ms"] * 1e9 for op in ops.values())
+want = tokens * (L * (72 * C * C + 7 * T * C) + 6 * C * Vp)
+calls = {"fc wgrad": 2 * L, "head dgrad": 2, "attention backward": 2 * L, "layernorm forward": 2 * (2 * L + 1),
+         "quantize weight": 4 * L, "global norm": 1}
+table = re.findall(r"^(\S.*?) +(?:[\d.]+ +)?[-\d.]+ +([-\d.]+)(?: +[-\d.]+ +[-\d.]+ +[-\d.]+)?$",
+                   open(sys.argv[2]).read().split("of roofline\n")[1].split("\nstep")[0], re.M)
+steps = [r["ms"] for r in records if r["type"] == "step" and 17 <= r["step"] < 19]
+faults = [text for text, right in [
+    ("percent sum", abs(sum(op["percent"] for op in ops.values()) + profile["gaps_percent"] - 100) < 0.01),
+    ("percent sum of the table", abs(sum(float(percent) for _, percent in table) - 100) < 0.01 * len(table)),
+    ("rows of the table", len(table) == len(ops) + 1),
+    (f"FLOPs {flops}, want {want}", abs(flops / want - 1) < 1e-3),
+    ("steps", profile["steps"] == 2 and abs(sum(steps) / 2 / profile["ms"] - 1) < 1e-3),
+    ("gaps", -0.1 < profile["gaps_percent"] < 50),
+    ("calls", all(ops[name]["calls"] == n for name, n in calls.items())),
+] if not right]
+sys.exit("; ".join(faults) or None)
+PYTHON
+}
+train profile --profile 2 -x 20 -b 4 -d 512
+check "--profile splits two steps into ops" "$(check_profile 2>&1)" check_profile
+train short --profile 2 -x 3 -b 2 -t 24 --max-seq-len 24 -s 2 -g 30
+check "--profile says that a run was too short" "no such line" grep -q "^no profile: 3 steps" "$work/short.out"
+check "FP8 samples with a max_seq_len of 24" "$(tail -n 1 "$work/short.out")" grep -q "^mean of steps" "$work/short.out"
+train no_profile -x 20 -b 4 -d 512
+check "--profile changes no bit" "metrics.jsonl differs" cmp -s <(losses profile step) <(losses no_profile step)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what it says

@@ -3,6 +3,8 @@
 
 #include "unit.h"
 
+#include <unistd.h>
+
 enum { MAX_WORDS = 96 };
 
 typedef struct {
@@ -71,6 +73,8 @@ static void test_defaults_are_llmcs(void) {
     expect(t.overfit_single_batch == 0 && t.output_dir[0] == 0 && t.zero_stage == 0 && t.seed == 42, "run");
     expect(t.precision == PRECISION_FP8 && t.recipe == RECIPE_DELAYED && t.amax_history == 1024 &&
            t.amax_algo == 0 /* max */ && t.margin == 0 && t.headroom == 1.0f && t.max_skips == 10, "numerics");
+    expect(t.fp8_lm_head == 0 && t.fast_accum == 1 /* forward */ && t.autotune == 0 && t.autotune_cache[0] == 0,
+           "matrix products");
     expect(t.bf16_first_layers == 0 && t.bf16_last_layers == 0 && t.bf16_ops == 0 && t.attention == 0 /* auto */,
            "exceptions");
     config_finish(&t, &g, 8, 3);
@@ -89,7 +93,7 @@ static void test_every_flag_every_name(void) {
         }
         const char* value = flag->type == FLAG_STRING ? strcmp(flag->name, "model") ? "some-text" : "d24"
                           : flag->type == FLAG_CHOICE ? strrchr(flag->choices, '|') + 1
-                          : flag->type == FLAG_SET ? "qkv,fcproj"
+                          : flag->type == FLAG_SET ? strcmp(flag->name, "fast-accum") ? "qkv,fcproj" : "forward,wgrad"
                           : flag->type == FLAG_PAIR ? "2,1"
                           : flag->type == FLAG_FLOAT ? "0.5" : flag->max < 2 ? "1" : "3";
         value = strcmp(flag->name, "headroom") == 0 ? "1.5" : value;
@@ -113,6 +117,46 @@ static void test_every_flag_every_name(void) {
         }
     }
     expect(tested > 100, "only %d forms tested", tested);
+}
+
+// The file of --autotune: the one that is named, else the user's folder for caches, which is made if it can be.
+static void test_autotune_cache(void) {
+    char path[512], folder[] = "/tmp/test_config_XXXXXX", want[512];
+    check(mkdtemp(folder) != NULL, "cannot make '%s'", folder);
+    TrainConfig train;
+    GptConfig gpt;
+    Line line = line_of("-i x");
+    parse(&line, &train, &gpt);
+    setenv("HOME", folder, 1);
+    unsetenv("XDG_CACHE_HOME");
+    snprintf(want, sizeof(want), "%s/.cache/train_gpt_fp8/matmul.txt", folder);
+    expect(strcmp(config_autotune_cache(&train, path, sizeof(path)), want) == 0, "'%s', want '%s'", path, want);
+    FILE* f = fopen(path, "w"); // the folder is there
+    expect(f != NULL, "cannot write '%s'", path);
+    if (f != NULL) { fclose(f); }
+    unlink(path);
+    char cache[512];
+    snprintf(cache, sizeof(cache), "%s/cache", folder);
+    setenv("XDG_CACHE_HOME", cache, 1);
+    snprintf(want, sizeof(want), "%s/cache/train_gpt_fp8/matmul.txt", folder);
+    expect(strcmp(config_autotune_cache(&train, path, sizeof(path)), want) == 0, "'%s', want '%s'", path, want);
+    setenv("XDG_CACHE_HOME", "relative", 1); // to be ignored
+    snprintf(want, sizeof(want), "%s/.cache/train_gpt_fp8/matmul.txt", folder);
+    expect(strcmp(config_autotune_cache(&train, path, sizeof(path)), want) == 0, "'%s', want '%s'", path, want);
+    unsetenv("XDG_CACHE_HOME");
+    unsetenv("HOME");
+    memset(path, 'a', sizeof(path)); // nothing behind the empty name is read
+    expect(config_autotune_cache(&train, path, sizeof(path))[0] == 0, "'%s' without a home", path);
+    Line named = line_of("-i x --autotune-cache no_such_folder/a.txt");
+    parse(&named, &train, &gpt);
+    expect(strcmp(config_autotune_cache(&train, path, sizeof(path)), "no_such_folder/a.txt") == 0, "'%s'", path);
+    expect(access("no_such_folder", F_OK) != 0, "a folder was made for a file that the user named");
+    const char* made[] = {"cache/train_gpt_fp8", "cache", ".cache/train_gpt_fp8", ".cache"};
+    for (int i = 0; i < 4; i++) {
+        snprintf(path, sizeof(path), "%s/%s", folder, made[i]);
+        expect(rmdir(path) == 0, "'%s' cannot be removed", path);
+    }
+    expect(rmdir(folder) == 0, "'%s' cannot be removed", folder);
 }
 
 static void test_table_is_sound(void) {
@@ -281,6 +325,7 @@ static void test_bad_lines(void) {
         {"-e m.bin -t 2048", "T = 2048 is longer than the model's max_seq_len 1024"},
         {"--vocab-size 65537", "--vocab-size: 65537 is out of range"},
         {"-b 65536 -t 1048576", "tokens per micro-step, want at most"},
+        {"-b 2 -t 24 --precision bf16 --fp8-lm-head 1", "--fp8-lm-head 1 needs --precision fp8"},
         {"-b 1 -t 24", "B * T = 1 * 24 = 24, want a multiple of 16 with --precision fp8"},
     };
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
@@ -356,11 +401,14 @@ static void test_shape_flags(void) {
 
 // What the run depends on changes the hash, what is only seen does not.
 static void test_hash(void) {
-    const char* lines[] = {"-i x", "-i x -o log -v 7 -s 9 -g 3 --threads 2 --log-every 5 --prompt a --floor-loss 1",
+    const char* lines[] = {"-i x", "-i x -o log -v 7 -s 9 -g 3 --threads 2 --log-every 5 --prompt a --floor-loss 1 "
+                                   "--profile 2 --autotune-cache a.txt",
                            "-i y", "-i x -l 1e-3", "-i x -e d24", "-i x --seed 43", "-i x --bf16-ops fc", "-i x -b 8",
+                           "-i x --fp8-lm-head 1", "-i x --fast-accum none", "-i x --autotune on",
                            "-i x --bf16-layers 0,1", "-i x --bf16-layers 1,0", "-i x --precision bf16", "-i x -u 1"};
-    uint64_t hash[12];
-    for (int i = 0; i < 12; i++) {
+    enum { NUM_LINES = sizeof(lines) / sizeof(lines[0]) };
+    uint64_t hash[NUM_LINES];
+    for (int i = 0; i < NUM_LINES; i++) {
         Line line = line_of(lines[i]);
         TrainConfig t;
         GptConfig g;
@@ -477,6 +525,7 @@ static void test_float_text(void) {
 int main(void) {
     unit_run(test_defaults_are_llmcs);
     unit_run(test_every_flag_every_name);
+    unit_run(test_autotune_cache);
     unit_run(test_table_is_sound);
     unit_run(test_knows_all_llmc_flags);
     unit_run(test_llmc_command_lines);

@@ -64,6 +64,11 @@ static void test_files(void) {
         report.roofline_fraction = 0;
         logger_log_step(&logger, &report);
         logger_log_eval(&logger, 14, 0.29512f);
+        Profile profile;
+        memset(&profile, 0, sizeof(profile));
+        profile.num_steps = 1;
+        profile.wall_s = 0.5;
+        logger_log_profile(&logger, 14, &profile);
         if (run == 0) { // before it is closed: every line is already in the file
             char* early = read_file("a/b/main.log");
             expect(strstr(early, "s:14 eval") != NULL, "not flushed: %s", early);
@@ -91,7 +96,9 @@ static void test_files(void) {
                 "{\"type\": \"step\", \"step\": 13, \"tokens\": 1703936, \"loss\": null, \"grad_norm\": null, "
                 "\"lr\": 0.000600000028, \"ms\": 228.125, \"tokens_per_s\": 574093.4, \"roofline_fraction\": null, "
                 "\"loss_z\": 0.12, \"grad_norm_z\": null, \"skipped\": 1, \"slots_warming\": 3}\n"
-                "{\"type\": \"eval\", \"step\": 14, \"accuracy\": 0.295120001}\n");
+                "{\"type\": \"eval\", \"step\": 14, \"accuracy\": 0.295120001}\n"
+                "{\"type\": \"profile\", \"step\": 14, \"profile\": {\"steps\": 1, \"ms\": 500, \"host_wait_ms\": 0, "
+                "\"gaps_ms\": 500, \"gaps_percent\": 100, \"ops\": []}}\n");
     free(metrics);
 }
 
@@ -110,6 +117,9 @@ static void test_inactive(void) {
         logger_log_step(&logger, &report);
         logger_log_val(&logger, 1, 1, 1.0f);
         logger_log_eval(&logger, 1, 1.0f);
+        Profile profile;
+        memset(&profile, 0, sizeof(profile));
+        logger_log_profile(&logger, 1, &profile);
         logger_close(&logger);
         expect(access(path, F_OK) != 0, "a folder was made");
     }

@@ -483,8 +483,16 @@ static void matmul_case(int fp32, int fp8, int rows, int C, int OC) {
     float* dw = random_values(nw, 1.0);
     double* dw_want = to_doubles(dw, nw);
     product_model(dw_want, dy_values, 1, (size_t)OC, x_values, 1, (size_t)C, OC, C, rows);
-    matmul_wgrad(dev, dw, dy, x, rows, C, OC);
+    matmul_wgrad(dev, dw, dy, x, 1, rows, C, OC);
     expect_near("matmul dw", dw, dw_want, nw, 2e-6, 0);
+    float* dw_alone = poisoned_floats(nw);
+    matmul_wgrad(dev, dw_alone, dy, x, 0, rows, C, OC);
+    memset(dw, 0, nw * sizeof(float));
+    matmul_wgrad(dev, dw, dy, x, 1, rows, C, OC);
+    for (size_t i = 0; i < nw; i++) { // as values: added to zero, -0 becomes 0
+        expect(dw_alone[i] == dw[i], "dw[%zu] = %.9g, added to zero %.9g", i, (double)dw_alone[i], (double)dw[i]);
+    }
+    free(dw_alone);
     free(x.data), free(x.transposed), free(w.data), free(w.transposed), free(dy.data), free(dy.transposed);
     free(x_values), free(w_values), free(dy_values), free(bias), free(dx_want), free(dx), free(dw), free(dw_want);
     close_device(dev);
@@ -958,10 +966,11 @@ static void test_other_ops_threads(void) {
         memset(&state[i], 0, sizeof(StepState));
         matmul_forward(dev, y[i], x, w, NULL, ROWS, C, OC);
         matmul_dgrad(dev, dx[i], dy, w, ROWS, C, OC);
-        matmul_wgrad(dev, dw[i], dy, x, ROWS, C, OC);
+        matmul_wgrad(dev, dw[i], dy, x, 1, ROWS, C, OC);
         attention_forward(dev, out[i], lse[i], qkv, B, T, NH, HS);
         attention_backward(dev, dqkv[i], x.wide, out[i], lse[i], qkv, B, T, NH, HS);
-        classifier(dev, logits[i], losses[i], targets, 0.01f, 1, ROWS, 41, OC);
+        E5m2Tensor dlogits = {logits[i], NULL, NULL, NULL, test_recipe, 0, 0};
+        classifier(dev, dlogits, losses[i], logits[i], targets, 0.01f, 1, ROWS, 41, OC);
         loss_add(dev, &state[i], losses[i], 1.0f / ROWS, ROWS);
         global_norm(dev, &state[i], grads, NORM_N);
         dwte[i] = (float*)calloc_or_die(10 * C, sizeof(float)), dwpe[i] = (float*)calloc_or_die(T * C, sizeof(float));
@@ -1022,7 +1031,8 @@ static void classifier_case(int fp32, int rows, int V, int Vp) {
             row[v] = value;
         }
     }
-    classifier(dev, logits, losses, targets, (float)dloss, 0, rows, V, Vp);
+    E5m2Tensor dlogits = {logits, NULL, NULL, NULL, test_recipe, 0, 0};
+    classifier(dev, dlogits, losses, logits, targets, (float)dloss, 0, rows, V, Vp);
     expect_near("losses", losses, loss_want, (size_t)rows, 1e-6, 0);
     expect_same_bits("logits without gradient", logits, before, n * sizeof(float));
     memset(losses, 0xFF, (size_t)rows * sizeof(float));
@@ -1031,7 +1041,7 @@ static void classifier_case(int fp32, int rows, int V, int Vp) {
             logits[(size_t)r * Vp + v] = NAN; // padding is never read
         }
     }
-    classifier(dev, logits, losses, targets, (float)dloss, 1, rows, V, Vp);
+    classifier(dev, dlogits, losses, logits, targets, (float)dloss, 1, rows, V, Vp);
     expect_near("losses", losses, loss_want, (size_t)rows, 1e-6, 0);
     expect_near("dlogits", logits, want, n, 1e-6, fp32 ? 0 : HALF_ULP_BF16);
     free(logits), free(losses), free(before), free(targets), free(loss_want), free(want), free(logits64);
@@ -1047,7 +1057,8 @@ static void test_classifier(void) {
     float* logits = (float*)calloc_or_die(VP, sizeof(float));
     int target = 50000;
     float loss;
-    classifier(dev, logits, &loss, &target, 1.0f, 1, 1, V, VP);
+    E5m2Tensor dlogits = {logits, NULL, NULL, NULL, test_recipe, 0, 0};
+    classifier(dev, dlogits, &loss, logits, &target, 1.0f, 1, 1, V, VP);
     expect(fabs(loss - log(V)) < 1e-5, "loss of equal logits %.9g, want %.9g", (double)loss, log(V));
     expect(logits[target] == -1.0f && logits[VP - 1] == 0.0f && fabs(logits[0] * V - 1.0) < 1.0 / 256,
            "gradients %g %g %g", (double)logits[target], (double)logits[VP - 1], (double)logits[0]);
