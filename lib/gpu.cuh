@@ -284,6 +284,15 @@ __device__ static inline void cp_async_wait(void) {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Copies since the last commit are one group; cp_async_wait_group<N> waits for all groups of the calling thread but the
+// last N.
+__device__ static inline void cp_async_commit(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N> __device__ static inline void cp_async_wait_group(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // Start bringing the line at p into L2, for a load that comes later.
 __device__ static inline void prefetch_l2(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

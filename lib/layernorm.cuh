@@ -1,65 +1,74 @@
 // Residual add + LayerNorm (Ba et al. 2016) that writes FP8 in both layouts, and its backward pass, each in one pass
 // over memory.
 //
-// Both need whole-row sums before they can write anything, and tall tiles to write the transposed FP8 form in 16-byte
-// pieces or longer. So a tile of R rows x all C columns must stay on chip between the sums and the writes. A cluster of
-// up to 8 blocks shares it: each block holds R rows of its share of the columns in shared memory, sums its part of
-// every row, and reads the other blocks' parts over the cluster. Any C fits, and nothing is read twice.
+// Both need whole-row sums before they can write anything, and tiles of several rows to write the transposed FP8 form.
+// A block walks down the rows of its strip in steps; a step is 4 rows per row lane, all columns.
 //
-//   inside a block   thread = (row lane, group): a group is 8 columns, a row lane LAYERNORM_PATCHES patches of 4 rows.
-//   staging          each thread copies its own vectors to its own slots of shared memory (cp.async: bytes in flight
-//                    without registers) and reads them back itself, so staging needs no barrier and has no conflicts.
+//   inside a block   thread = one patch of a step: 4 rows x 8 columns. It has the same 8 columns in every step, so
+//                    weights and column sums stay in its registers. A row lane is whole warps; threads beyond C idle.
+//   staging          each thread copies the vectors of steps to come to its own slots of shared memory (cp.async: bytes
+//                    in flight without registers) and reads them back itself: no barrier, no conflicts, and the
+//                    memory is not idle while the block computes.
+//   row sums         4 rows at once by warp shuffles, then one barrier per step, then every warp adds the parts of all
+//                    warps of the row for itself.
+//   transposed       patches gather in a tile of R rows, which is written when it is full.
+//   wide rows        a cluster of blocks shares the columns and reads the others' parts over the cluster.
 #ifndef LAYERNORM_CUH
 #define LAYERNORM_CUH
 
 #include "gpu.cuh"
 
 #define LAYERNORM_EPSILON 1e-5f
-#define LAYERNORM_PATCHES 2 // patches per thread
-#define LAYERNORM_VECTORS (LAYERNORM_PATCHES * PATCH_ROWS)
-#define LAYERNORM_MAX_ROWS 64 // per block
-#define LAYERNORM_MAX_THREADS 384
+#define LAYERNORM_STAGES 2 // steps whose vectors are staged
+#define LAYERNORM_STAGED 2 // tensors: in and branch, or dy and x
+#define LAYERNORM_MAX_THREADS 512
+#define LAYERNORM_MAX_WARPS (LAYERNORM_MAX_THREADS / 32)
+#define LAYERNORM_MAX_SHARED (224 * 1024) // bytes of a block, of the 227 KB it can have
 #define LAYERNORM_MAX_C 12288
 
-// How a tensor of C columns is cut: R = row_lanes * LAYERNORM_VECTORS rows per block.
+// How a tensor of C columns is cut.
 typedef struct {
     int blocks;     // of a cluster: they share the columns
     int groups;     // 8-column groups per block; the last block may have fewer
-    int row_lanes;  // threads over the rows
+    int row_warps;  // warps of a row lane: ceil(groups / 32)
+    int row_lanes;  // patches of a step, one below the other: a power of two, at most 4
     int log2_words; // R = 4 rows of a word << log2_words
-    int threads;    // row_lanes * groups, whole warps
+    int log2_steps; // of a tile: R / (4 row_lanes)
+    int threads;    // 32 * row_warps * row_lanes
 } LayerNormShape;
 
-// Bytes of shared memory: two staged tensors, and the FP8 tile (first the row sums, of the same size).
+// Bytes of shared memory: the staged vectors and the FP8 tile.
 __host__ __device__ static inline size_t layernorm_shared_bytes(LayerNormShape shape) {
-    size_t staged = 2 * (size_t)LAYERNORM_VECTORS * shape.threads * sizeof(uint4);
-    return staged + (size_t)shape.row_lanes * LAYERNORM_VECTORS * shape.groups * PATCH_COLS;
+    size_t staged = (size_t)LAYERNORM_STAGES * LAYERNORM_STAGED * PATCH_ROWS * shape.threads * sizeof(uint4);
+    return staged + ((size_t)shape.groups * PATCH_COLS * sizeof(uint32_t) << shape.log2_words);
 }
 
-// The tallest tile with the fewest blocks of which three, or two, or one, fit on a multiprocessor.
-static inline LayerNormShape layernorm_shape(int C) {
-    const size_t budget[3] = {75 * 1024, 112 * 1024, 224 * 1024}; // for R = 64, 32, 16; 227 KB per multiprocessor
+// About 16 warps in a block, which has a multiprocessor to itself or shares it with one more. Tiles of 64 rows, or 32
+// where there are few rows or no room: 32 bytes of a column are a whole sector of memory, halves cost twice the time.
+static inline LayerNormShape layernorm_shape(const Device* dev, int rows, int C) {
+    check(C <= LAYERNORM_MAX_C, "layernorm: C = %d, want at most %d", C, LAYERNORM_MAX_C);
     LayerNormShape shape;
-    for (int tall = 0; tall < 3; tall++) {
-        shape.log2_words = 4 - tall;
-        shape.row_lanes = (LAYERNORM_MAX_ROWS >> tall) / LAYERNORM_VECTORS;
-        for (shape.blocks = 1; shape.blocks <= 8; shape.blocks *= 2) {
-            shape.groups = (int)ceil_div((size_t)C / PATCH_COLS, (size_t)shape.blocks);
-            shape.threads = (int)ceil_div((size_t)shape.groups * shape.row_lanes, 32) * 32;
-            if (layernorm_shared_bytes(shape) <= budget[tall] && shape.threads <= LAYERNORM_MAX_THREADS) {
-                return shape;
-            }
-        }
+    int groups = (int)ceil_div((size_t)C, PATCH_COLS), log2_lanes = 0;
+    shape.blocks = groups <= 256 ? 1 : groups <= 512 ? 2 : groups <= 1024 ? 4 : 8;
+    shape.groups = (int)ceil_div((size_t)groups, (size_t)shape.blocks);
+    shape.row_warps = (int)ceil_div((size_t)shape.groups, 32);
+    while (log2_lanes < 2 && 2 * shape.row_warps << log2_lanes <= LAYERNORM_MAX_WARPS) {
+        log2_lanes++;
     }
-    check(0, "layernorm: C = %d, want at most %d", C, LAYERNORM_MAX_C);
+    shape.row_lanes = 1 << log2_lanes;
+    shape.threads = 32 * shape.row_warps * shape.row_lanes;
+    shape.log2_words = rows >= 64 * dev->properties.multiProcessorCount ? 4 : 3;
+    if (layernorm_shared_bytes(shape) > LAYERNORM_MAX_SHARED) { shape.log2_words = 3; }
+    shape.log2_steps = shape.log2_words - log2_lanes;
     return shape;
 }
 
 // Where a thread stands.
 typedef struct {
-    int active;       // 0: the thread only helps with sums and stores
+    int active;       // 0: beyond the columns; computes on zeros and writes nothing
     int group;        // in the block
     int lane;         // row lane
+    int warp;         // in the row lane
     int column;       // first of its 8 columns, in the tensor
     int first_column; // of the block
     int num_groups;   // that this block really has
@@ -67,20 +76,102 @@ typedef struct {
 
 __device__ static inline LayerNormPlace layernorm_place(LayerNormShape shape, int C) {
     LayerNormPlace place;
-    int rank = (int)cluster_rank(), thread = (int)threadIdx.x;
-    place.first_column = rank * shape.groups * PATCH_COLS;
+    int warp = (int)threadIdx.x / 32;
+    place.first_column = (int)cluster_rank() * shape.groups * PATCH_COLS;
     place.num_groups = max(0, min(shape.groups, (C - place.first_column) / PATCH_COLS));
-    place.lane = thread / shape.groups;
-    place.group = thread - place.lane * shape.groups;
+    place.lane = warp / shape.row_warps;
+    place.warp = warp - place.lane * shape.row_warps;
+    place.group = place.warp * 32 + (int)threadIdx.x % 32;
     place.column = place.first_column + place.group * PATCH_COLS;
-    place.active = place.lane < shape.row_lanes && place.group < place.num_groups;
+    place.active = place.group < place.num_groups;
     return place;
 }
 
-// Row inside the block of a thread's vector i: patch i / 4, row i % 4 of it.
-__device__ static inline int layernorm_row(LayerNormShape shape, LayerNormPlace place, int i) {
-    int word = (i / PATCH_ROWS) * shape.row_lanes + place.lane;
-    return word * PATCH_ROWS + i % PATCH_ROWS;
+// Steps of this strip: its tiles are blockIdx.y, blockIdx.y + gridDim.y, ...
+__device__ static inline int layernorm_steps(LayerNormShape shape, int rows) {
+    int R = PATCH_ROWS << shape.log2_words, tiles = (rows + R - 1) / R;
+    return (tiles - (int)blockIdx.y + (int)gridDim.y - 1) / (int)gridDim.y << shape.log2_steps;
+}
+
+// 4-row word of the tile that a thread's patch of a step is.
+__device__ static inline int layernorm_word(LayerNormShape shape, LayerNormPlace place, int step) {
+    return (step & ((1 << shape.log2_steps) - 1)) * shape.row_lanes + place.lane;
+}
+
+// First row of the step's tile.
+__device__ static inline int layernorm_first_row(LayerNormShape shape, int step) {
+    return ((int)blockIdx.y + (step >> shape.log2_steps) * (int)gridDim.y) * (PATCH_ROWS << shape.log2_words);
+}
+
+// Bring a thread's patch at `row` of a tensor to its slots, zeros where there is nothing. Vector r at r * blockDim.x.
+__device__ static inline void layernorm_stage(uint4* slots, const bf16* from, LayerNormPlace place, int row, int rows,
+                                              int C) {
+    const bf16* at = from + (size_t)row * C + place.column;
+#pragma unroll
+    for (int r = 0; r < PATCH_ROWS; r++) {
+        if (place.active && row + r < rows) {
+            cp_async(&slots[r * blockDim.x], at + (size_t)r * C);
+        } else {
+            slots[r * blockDim.x] = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
+// Sums over the warp of 4 values at once: lane l gets that of v[l / 8], in a fixed order, the same bits in all 8 lanes.
+__device__ static inline float layernorm_warp_sum4(const float v[4]) {
+    int upper = threadIdx.x & 16;
+    float a = upper ? v[2] : v[0], b = upper ? v[3] : v[1];
+    a += __shfl_xor_sync(0xFFFFFFFFu, upper ? v[0] : v[2], 16);
+    b += __shfl_xor_sync(0xFFFFFFFFu, upper ? v[1] : v[3], 16);
+    upper = threadIdx.x & 8;
+    float sum = (upper ? b : a) + __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, 8);
+#pragma unroll
+    for (int distance = 4; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+    }
+    return sum;
+}
+
+// Sum over 8 neighbouring lanes.
+__device__ static inline float layernorm_sum8(float x) {
+#pragma unroll
+    for (int distance = 4; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
+    }
+    return x;
+}
+
+// Value of row r of the patch, where lane l has that of row l / 8.
+__device__ static inline float layernorm_of_row(float x, int r) {
+    return __shfl_sync(0xFFFFFFFFu, x, r * 8);
+}
+
+// Parts of the row sums: two numbers per warp and row, for even and odd steps.
+typedef float2 LayerNormParts[LAYERNORM_MAX_WARPS][PATCH_ROWS];
+
+// After this, the parts of the step can be read. Parts of a step are written again two steps later, when everyone has
+// passed the barrier between: one barrier per step is enough.
+__device__ static inline void layernorm_barrier(LayerNormShape shape) {
+    if (shape.blocks > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+}
+
+// Part `warp` of this thread's row lane, in block `rank`.
+__device__ static inline float2 layernorm_part(LayerNormParts parts, LayerNormShape shape, LayerNormPlace place,
+                                               int rank, int warp, int row) {
+    const float2* part = &parts[place.lane * shape.row_warps + warp][row];
+    return shape.blocks > 1 ? cluster_load(part, (uint32_t)rank) : *part;
+}
+
+// Columns of a warp.
+__device__ static inline float layernorm_part_columns(LayerNormShape shape, int rank, int warp, int C) {
+    int group = rank * shape.groups + warp * 32;
+    int count = min(min(32, shape.groups - warp * 32), C / PATCH_COLS - group);
+    return (float)(max(0, count) * PATCH_COLS);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -89,339 +180,316 @@ __device__ static inline int layernorm_row(LayerNormShape shape, LayerNormPlace 
 // sum = BF16(in + (branch + bias)) if there is a branch, else x = in.  y = (x - mean) * rstd * weight + bias
 // y (rows, C) in every form; stats (rows) FP32; in, branch, sum (rows, C) BF16; weight, bias (C) BF16
 //   bytes    4 read + 4 written per element in FP8 with a branch: 403 MB at (65536, 768), 94 us at 4.3 TB/s
-//   numerics FP32 inside. Variance: sums of squares around the mean of 8 values, then of the block, then of the row
+//   numerics FP32 inside. Variance: sums of squares around the mean of 8 values, then of the warp, then of the row
 //            (Chan et al. 1979), so nothing cancels. FP8 is rounded from the FP32 y; amax is of y BEFORE scaling
-//   threads  grid (blocks of a cluster, row tiles); see LayerNormShape. rows: any; multiples of 16 for FP8
+//   threads  grid (blocks of a cluster, strips); see LayerNormShape. rows: any; multiples of 16 for FP8
 //   bits     deterministic: all sums in fixed order
-__global__ void __launch_bounds__(LAYERNORM_MAX_THREADS)
+__global__ void __maxnreg__(96)
     layernorm_forward_kernel(FormsOut y, LayerNormStats stats, ResidualAdd add, const bf16* weight, const bf16* bias,
                              int rows, int C, LayerNormShape shape) {
     extern __shared__ uint4 shared_memory[];
-    __shared__ float2 block_sums[LAYERNORM_MAX_ROWS]; // mean and sum of squares around it, of this block's columns
-    __shared__ float2 row_stats[LAYERNORM_MAX_ROWS];  // mean, rstd
+    __shared__ LayerNormParts parts[2]; // mean and sum of squares around it, of a warp's columns
     const LayerNormPlace place = layernorm_place(shape, C);
-    const int R = PATCH_ROWS << shape.log2_words, first_row = blockIdx.y * R, threads = blockDim.x;
-    uint4* staged_x = shared_memory + threadIdx.x; // vector i at i * threads
-    uint4* staged_branch = staged_x + LAYERNORM_VECTORS * threads;
-    float2* parts = (float2*)(shared_memory + 2 * LAYERNORM_VECTORS * threads); // (R, groups)
-    uint32_t* tile = (uint32_t*)parts;                                          // later, in the same place
-
-    // load
+    const int threads = blockDim.x, steps = layernorm_steps(shape, rows), sub = threadIdx.x % 8;
+    uint32_t* tile = (uint32_t*)(shared_memory + LAYERNORM_STAGES * LAYERNORM_STAGED * PATCH_ROWS * threads);
+    float scale = y.slot != NULL ? y.slot->scale : 1.0f, amax = 0.0f;
+    uint4 raw_branch_bias = make_uint4(0, 0, 0, 0), raw_weight = raw_branch_bias, raw_bias = raw_branch_bias;
     if (place.active) {
-#pragma unroll
-        for (int i = 0; i < LAYERNORM_VECTORS; i++) {
-            int row = first_row + layernorm_row(shape, place, i);
-            size_t at = (size_t)row * C + place.column;
-            if (row < rows) {
-                cp_async(&staged_x[i * threads], add.in + at);
-                if (add.branch != NULL) { cp_async(&staged_branch[i * threads], add.branch + at); }
-            } else {
-                staged_x[i * threads] = staged_branch[i * threads] = make_uint4(0, 0, 0, 0);
-            }
+        if (add.branch != NULL) { raw_branch_bias = load_vector(add.bias + place.column); }
+        raw_weight = load_vector(weight + place.column);
+        raw_bias = load_vector(bias + place.column);
+    }
+    float warp_groups = (float)min(32, max(1, place.num_groups - place.warp * 32));
+
+    auto stage = [&](int step) {
+        if (step < steps) {
+            uint4* slots =
+                shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
+            int row = layernorm_first_row(shape, step) + layernorm_word(shape, place, step) * PATCH_ROWS;
+            layernorm_stage(slots, add.in, place, row, rows, C);
+            if (add.branch != NULL) { layernorm_stage(slots + PATCH_ROWS * threads, add.branch, place, row, rows, C); }
         }
+        cp_async_commit();
+    };
+    for (int step = 0; step < LAYERNORM_STAGES; step++) {
+        stage(step);
     }
 
-    // residual sum, and each vector's mean and squares
-    if (place.active) {
-        float branch_bias[8] = {};
-        if (add.branch != NULL) { unpack8(branch_bias, load_vector(add.bias + place.column)); }
-        cp_async_wait();
-#pragma unroll 4
-        for (int i = 0; i < LAYERNORM_VECTORS; i++) {
-            int local_row = layernorm_row(shape, place, i);
-            float v[8];
-            unpack8(v, staged_x[i * threads]);
-            if (add.branch != NULL) {
-                float branch[8];
-                unpack8(branch, staged_branch[i * threads]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    v[j] += branch[j] + branch_bias[j];
-                }
-                uint4 sum = pack8(v);
-                unpack8(v, sum); // the LayerNorm reads the sum as stored
-                staged_x[i * threads] = sum;
-            }
-            float total = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-            float mean = total * (1.0f / PATCH_COLS), squares = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                squares += (v[j] - mean) * (v[j] - mean);
-            }
-            parts[local_row * shape.groups + place.group] = make_float2(mean, squares);
-        }
-    }
-    __syncthreads();
+    for (int step = 0; step < steps; step++) {
+        const int first_row = layernorm_first_row(shape, step), word = layernorm_word(shape, place, step);
+        const int row = first_row + word * PATCH_ROWS;
+        const uint4* slots =
+            shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
+        cp_async_wait_group<LAYERNORM_STAGES - 1>();
 
-    // this block's part of each row: one warp per row
-    for (int row = threadIdx.x / 32; row < R; row += threads / 32) {
-        float total = 0.0f, squares = 0.0f;
-        for (int g = threadIdx.x % 32; g < place.num_groups; g += 32) {
-            total += parts[row * shape.groups + g].x;
-        }
-        float mean = warp_sum(total) / (float)max(1, place.num_groups);
-        for (int g = threadIdx.x % 32; g < place.num_groups; g += 32) {
-            float2 part = parts[row * shape.groups + g];
-            squares += part.y + (float)PATCH_COLS * (part.x - mean) * (part.x - mean);
-        }
-        squares = warp_sum(squares);
-        if (threadIdx.x % 32 == 0) { block_sums[row] = make_float2(mean, squares); }
-    }
-
-    // the whole row: every block adds the parts of all blocks in the same order
-    cluster_arrive();
-    cluster_wait();
-    for (int local_row = threadIdx.x; local_row < R; local_row += threads) {
-        float n = 0.0f, mean = 0.0f, squares = 0.0f;
-        for (int rank = 0; rank < shape.blocks; rank++) {
-            float count = (float)max(0, min(shape.groups * PATCH_COLS, C - rank * shape.groups * PATCH_COLS));
-            float2 part = cluster_load(&block_sums[local_row], rank);
-            if (count > 0.0f) {
-                float delta = part.x - mean;
-                mean += delta * (count / (n + count));
-                squares += part.y + delta * delta * (n * count / (n + count));
-                n += count;
-            }
-        }
-        float rstd = 1.0f / sqrtf(squares / (float)C + LAYERNORM_EPSILON);
-        row_stats[local_row] = make_float2(mean, rstd);
-        int row = first_row + local_row;
-        if (place.first_column == 0 && row < rows && !y.measuring) {
-            stats.mean[row] = mean;
-            stats.rstd[row] = rstd;
-        }
-    }
-    cluster_arrive(); // this thread reads no other block's memory any more
-    __syncthreads();
-
-    // normalise and write
-    float scale = y.slot != NULL ? y.slot->scale : 1.0f;
-    float amax = 0.0f;
-    if (place.active) {
-        float w[8], b[8];
-        unpack8(w, load_vector(weight + place.column));
-        unpack8(b, load_vector(bias + place.column));
-#pragma unroll 1
-        for (int p = 0; p < LAYERNORM_PATCHES; p++) {
-            Fp8Patch patch = {};
+        // residual sum, and each vector's mean and squares
+        uint4 x[PATCH_ROWS];
+        float means[PATCH_ROWS], squares[PATCH_ROWS];
+        {
+            float branch_bias[8];
+            unpack8(branch_bias, raw_branch_bias);
 #pragma unroll
             for (int r = 0; r < PATCH_ROWS; r++) {
-                int i = p * PATCH_ROWS + r, local_row = layernorm_row(shape, place, i), row = first_row + local_row;
-                float2 stat = row_stats[local_row];
-                uint4 raw = staged_x[i * threads];
                 float v[8];
-                unpack8(v, raw);
+                x[r] = slots[r * threads];
+                unpack8(v, x[r]);
+                if (add.branch != NULL) {
+                    float branch[8];
+                    unpack8(branch, slots[(PATCH_ROWS + r) * threads]);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        v[j] += branch[j] + branch_bias[j];
+                    }
+                    x[r] = pack8(v);
+                    unpack8(v, x[r]); // the LayerNorm reads the sum as stored
+                }
+                float total = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+                means[r] = total * (1.0f / PATCH_COLS);
+                squares[r] = 0.0f;
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    v[j] = (v[j] - stat.x) * stat.y * w[j] + b[j];
+                    squares[r] += (v[j] - means[r]) * (v[j] - means[r]);
                 }
-                // NOTE: the sum is stored here, not where it is made: the cluster barrier would wait for the stores
-                if (row < rows && add.branch != NULL && !y.measuring) {
-                    store_vector(add.sum + (size_t)row * C + place.column, raw);
-                }
-                if (row < rows) { emit_row<e4m3>(y, &patch, r, v, scale, (size_t)row * C + place.column, &amax); }
-            }
-            if (y.transposed != NULL) {
-                patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, p * shape.row_lanes + place.lane,
-                              &patch);
+                if (row + r >= rows || !place.active) { means[r] = squares[r] = 0.0f; }
             }
         }
-    }
-    if (y.transposed != NULL) {
-        __syncthreads();
-        store_transposed(y.transposed, tile, shape.log2_words, place.num_groups * PATCH_COLS, place.first_column,
-                         first_row, rows);
+        stage(step + LAYERNORM_STAGES);
+
+        // of the warp, of the row
+        float mean = layernorm_warp_sum4(means) / warp_groups;
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++) {
+            float delta = means[r] - layernorm_of_row(mean, r);
+            if (place.active) { squares[r] += (float)PATCH_COLS * delta * delta; }
+        }
+        float square = layernorm_warp_sum4(squares);
+        if (sub == 0) { parts[step & 1][threadIdx.x / 32][threadIdx.x % 32 / 8] = make_float2(mean, square); }
+        layernorm_barrier(shape);
+        mean = 0.0f;
+        for (int rank = 0; rank < shape.blocks; rank++) {
+            for (int warp = sub; warp < shape.row_warps; warp += 8) {
+                float2 part = layernorm_part(parts[step & 1], shape, place, rank, warp, threadIdx.x % 32 / 8);
+                mean += part.x * layernorm_part_columns(shape, rank, warp, C);
+            }
+        }
+        mean = layernorm_sum8(mean) / (float)C;
+        square = 0.0f;
+        for (int rank = 0; rank < shape.blocks; rank++) {
+            for (int warp = sub; warp < shape.row_warps; warp += 8) {
+                float2 part = layernorm_part(parts[step & 1], shape, place, rank, warp, threadIdx.x % 32 / 8);
+                float delta = part.x - mean;
+                square += part.y + delta * delta * layernorm_part_columns(shape, rank, warp, C);
+            }
+        }
+        float rstd = 1.0f / sqrtf(layernorm_sum8(square) / (float)C + LAYERNORM_EPSILON);
+        if (place.first_column == 0 && place.warp == 0 && sub == 0 && !y.measuring) {
+            int stat_row = row + threadIdx.x % 32 / 8;
+            if (stat_row < rows) {
+                stats.mean[stat_row] = mean;
+                stats.rstd[stat_row] = rstd;
+            }
+        }
+
+        // normalise and write
+        Fp8Patch patch = {};
+        {
+            float w[8], b[8];
+            unpack8(w, raw_weight);
+            unpack8(b, raw_bias);
+#pragma unroll
+            for (int r = 0; r < PATCH_ROWS; r++) {
+                float row_mean = layernorm_of_row(mean, r), row_rstd = layernorm_of_row(rstd, r);
+                if (place.active && row + r < rows) {
+                    size_t at = (size_t)(row + r) * C + place.column;
+                    float v[8];
+                    unpack8(v, x[r]);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        v[j] = (v[j] - row_mean) * row_rstd * w[j] + b[j];
+                    }
+                    if (add.branch != NULL && !y.measuring) { store_vector(add.sum + at, x[r]); }
+                    emit_row<e4m3>(y, &patch, r, v, scale, at, &amax);
+                }
+            }
+        }
+        if (y.transposed != NULL) {
+            if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
+            if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
+                __syncthreads();
+                store_transposed(y.transposed, tile, shape.log2_words, place.num_groups * PATCH_COLS,
+                                 place.first_column, first_row, rows);
+            }
+        }
     }
     if (y.amax != NULL) { raise_amax(y.amax, amax); }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(y, scale); }
-    cluster_wait(); // others may still read block_sums: a block's shared memory ends with it
+    layernorm_barrier(shape); // others may still read parts: a block's shared memory ends with it
 }
 
 // With n = (x - mean) rstd and g = weight dy:  dx = dresidual + rstd (g - mean(g) - n mean(g n)), in every form of dx
-// partials (3, gridDim.y, C) FP32 = column sums of dy n, dy and dx (as stored in BF16) over this block's rows, or NULL
+// partials (3, gridDim.y, C) FP32 = column sums of dy n, dy and dx (as stored in BF16) over this strip's rows, or NULL
 // dy, x, dresidual (rows, C) BF16, dresidual may be dx.wide; stats (rows) FP32; weight (C) BF16
 //   bytes    6 read + 4 written per element in FP8: 503 MB at (65536, 768), 117 us at 4.3 TB/s; memory-bound
 //   numerics FP32 inside; FP8 is rounded from the FP32 dx; amax is of dx BEFORE scaling
-//   threads  grid (blocks of a cluster, strips): a strip walks down the rows; rows: any; multiples of 16 for FP8
+//   threads  grid (blocks of a cluster, strips); see LayerNormShape. rows: any; multiples of 16 for FP8
 //   bits     deterministic: all sums in fixed order
-//   dresidual is not staged: its lines are brought into L2 while the sums are made, which costs neither registers nor
-//   shared memory.
-__global__ void __maxnreg__(96) // three blocks of 224 threads on a multiprocessor
+//   dresidual is not staged: its lines are brought into L2 a step ahead, which costs neither registers nor shared
+//   memory, and read while the row sums are made.
+__global__ void __maxnreg__(128)
     layernorm_backward_kernel(LayerNormBackward args, FormsOut dx, float* partials, LayerNormShape shape) {
     extern __shared__ uint4 shared_memory[];
-    __shared__ float2 block_sums[LAYERNORM_MAX_ROWS]; // sums of g and g n over this block's columns
-    __shared__ float2 row_means[LAYERNORM_MAX_ROWS];  // their means over the row
-    __shared__ float2 row_stats[LAYERNORM_MAX_ROWS];  // mean, rstd of x
+    __shared__ LayerNormParts parts[2]; // sums of g and g n over a warp's columns
     const int rows = args.rows, C = args.C;
     const LayerNormPlace place = layernorm_place(shape, C);
-    const int R = PATCH_ROWS << shape.log2_words, threads = blockDim.x;
-    uint4* staged_dy = shared_memory + threadIdx.x; // vector i at i * threads
-    uint4* staged_x = staged_dy + LAYERNORM_VECTORS * threads;
-    float2* parts = (float2*)(shared_memory + 2 * LAYERNORM_VECTORS * threads); // (R, groups)
-    uint32_t* tile = (uint32_t*)parts;                                          // later, in the same place
-    float scale = dx.slot != NULL ? dx.slot->scale : 1.0f;
+    const int threads = blockDim.x, steps = layernorm_steps(shape, rows), sub = threadIdx.x % 8;
+    uint32_t* tile = (uint32_t*)(shared_memory + LAYERNORM_STAGES * LAYERNORM_STAGED * PATCH_ROWS * threads);
+    float scale = dx.slot != NULL ? dx.slot->scale : 1.0f, amax = 0.0f;
     uint4 raw_weight = make_uint4(0, 0, 0, 0);
     if (place.active) { raw_weight = load_vector(args.weight + place.column); }
     float dweight[8] = {}, dbias[8] = {}, dbranch_bias[8] = {};
-    float amax = 0.0f;
+    float next_mean = 0.0f, next_rstd = 0.0f; // of x, row sub-lane of the step to come
 
-    for (int first_row = blockIdx.y * R; first_row < rows; first_row += gridDim.y * R) {
-        // load
-        if (place.active) {
-#pragma unroll
-            for (int i = 0; i < LAYERNORM_VECTORS; i++) {
-                int row = first_row + layernorm_row(shape, place, i);
-                size_t at = (size_t)row * C + place.column;
-                if (row < rows) {
-                    cp_async(&staged_dy[i * threads], args.dy + at);
-                    cp_async(&staged_x[i * threads], args.x + at);
-                } else {
-                    staged_dy[i * threads] = staged_x[i * threads] = make_uint4(0, 0, 0, 0);
-                }
-            }
-            if (args.dresidual != NULL) {
-#pragma unroll 2
-                for (int i = 0; i < LAYERNORM_VECTORS; i++) {
-                    int row = first_row + layernorm_row(shape, place, i);
-                    if (row < rows) { prefetch_l2(args.dresidual + (size_t)row * C + place.column); }
-                }
-            }
-        }
-        for (int local_row = threadIdx.x; local_row < R; local_row += threads) {
-            int row = first_row + local_row;
-            row_stats[local_row] =
-                row < rows ? make_float2(args.stats.mean[row], args.stats.rstd[row]) : make_float2(0.0f, 0.0f);
-        }
-        cp_async_wait();
-        __syncthreads();
-
-        // sums of each vector, and the columns' sums that need no row sum
-        if (place.active) {
-            float w[8];
-            unpack8(w, raw_weight);
-#pragma unroll 2
-            for (int i = 0; i < LAYERNORM_VECTORS; i++) {
-                int local_row = layernorm_row(shape, place, i);
-                float2 stat = row_stats[local_row];
-                float dy[8], x[8], sum_g = 0.0f, sum_gn = 0.0f;
-                unpack8(dy, staged_dy[i * threads]);
-                unpack8(x, staged_x[i * threads]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    float n = (x[j] - stat.x) * stat.y, g = w[j] * dy[j];
-                    sum_g += g;
-                    sum_gn += g * n;
-                    dbias[j] += dy[j];
-                    dweight[j] += dy[j] * n;
-                }
-                parts[local_row * shape.groups + place.group] = make_float2(sum_g, sum_gn);
-            }
-        }
-        __syncthreads();
-
-        // this block's part of each row: one warp per row
-        for (int row = threadIdx.x / 32; row < R; row += threads / 32) {
-            float sum_g = 0.0f, sum_gn = 0.0f;
-            for (int g = threadIdx.x % 32; g < place.num_groups; g += 32) {
-                float2 part = parts[row * shape.groups + g];
-                sum_g += part.x;
-                sum_gn += part.y;
-            }
-            sum_g = warp_sum(sum_g);
-            sum_gn = warp_sum(sum_gn);
-            if (threadIdx.x % 32 == 0) { block_sums[row] = make_float2(sum_g, sum_gn); }
-        }
-
-        // the whole row
-        cluster_arrive();
-        cluster_wait();
-        for (int local_row = threadIdx.x; local_row < R; local_row += threads) {
-            float sum_g = 0.0f, sum_gn = 0.0f;
-            for (int rank = 0; rank < shape.blocks; rank++) {
-                float2 part = cluster_load(&block_sums[local_row], rank);
-                sum_g += part.x;
-                sum_gn += part.y;
-            }
-            row_means[local_row] = make_float2(sum_g / (float)C, sum_gn / (float)C);
-        }
-        cluster_arrive(); // this thread reads no other block's memory any more; waited for at the end of the loop
-        __syncthreads();
-
-        // gradient
-        if (place.active) {
-            float w[8];
-            unpack8(w, raw_weight);
-#pragma unroll 1
-            for (int p = 0; p < LAYERNORM_PATCHES; p++) {
-                uint4 raw_dresidual[PATCH_ROWS] = {};
-                if (args.dresidual != NULL) {
-#pragma unroll
-                    for (int r = 0; r < PATCH_ROWS; r++) {
-                        int row = first_row + layernorm_row(shape, place, p * PATCH_ROWS + r);
-                        if (row < rows) {
-                            raw_dresidual[r] = load_vector(args.dresidual + (size_t)row * C + place.column);
-                        }
-                    }
-                }
-                Fp8Patch patch = {};
+    auto stage = [&](int step) {
+        if (step < steps) {
+            uint4* slots =
+                shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
+            int row = layernorm_first_row(shape, step) + layernorm_word(shape, place, step) * PATCH_ROWS;
+            layernorm_stage(slots, args.dy, place, row, rows, C);
+            layernorm_stage(slots + PATCH_ROWS * threads, args.x, place, row, rows, C);
+            if (args.dresidual != NULL && place.active) {
 #pragma unroll
                 for (int r = 0; r < PATCH_ROWS; r++) {
-                    int i = p * PATCH_ROWS + r, local_row = layernorm_row(shape, place, i), row = first_row + local_row;
-                    float2 stat = row_stats[local_row], mean = row_means[local_row];
-                    float dy[8], x[8], v[8], stored[8];
-                    unpack8(dy, staged_dy[i * threads]);
-                    unpack8(x, staged_x[i * threads]);
-                    unpack8(v, raw_dresidual[r]);
-#pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        float n = (x[j] - stat.x) * stat.y;
-                        v[j] += stat.y * (w[j] * dy[j] - mean.x - n * mean.y);
-                    }
-                    unpack8(stored, pack8(v));
-#pragma unroll
-                    for (int j = 0; j < 8; j++) { // rows beyond the end are 0 here
-                        dbranch_bias[j] += stored[j];
-                    }
-                    if (row < rows) { emit_row<e5m2>(dx, &patch, r, v, scale, (size_t)row * C + place.column, &amax); }
-                }
-                if (dx.transposed != NULL) {
-                    patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, p * shape.row_lanes + place.lane,
-                                  &patch);
+                    if (row + r < rows) { prefetch_l2(args.dresidual + (size_t)(row + r) * C + place.column); }
                 }
             }
         }
-        if (dx.transposed != NULL) {
-            __syncthreads();
-            store_transposed(dx.transposed, tile, shape.log2_words, place.num_groups * PATCH_COLS, place.first_column,
-                             first_row, rows);
+        cp_async_commit();
+    };
+    auto load_stats = [&](int step) {
+        int row =
+            layernorm_first_row(shape, step) + layernorm_word(shape, place, step) * PATCH_ROWS + threadIdx.x % 32 / 8;
+        int valid = step < steps && row < rows;
+        next_mean = valid ? args.stats.mean[row] : 0.0f;
+        next_rstd = valid ? args.stats.rstd[row] : 0.0f;
+    };
+    for (int step = 0; step < LAYERNORM_STAGES; step++) {
+        stage(step);
+    }
+    load_stats(0);
+
+    for (int step = 0; step < steps; step++) {
+        const int first_row = layernorm_first_row(shape, step), word = layernorm_word(shape, place, step);
+        const int row = first_row + word * PATCH_ROWS;
+        const uint4* slots =
+            shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
+        const float stat_mean = next_mean, stat_rstd = next_rstd;
+        load_stats(step + 1);
+        uint4 raw_dresidual[PATCH_ROWS] = {};
+        if (args.dresidual != NULL && place.active) {
+#pragma unroll
+            for (int r = 0; r < PATCH_ROWS; r++) {
+                if (row + r < rows) {
+                    raw_dresidual[r] = load_vector(args.dresidual + (size_t)(row + r) * C + place.column);
+                }
+            }
         }
-        __syncthreads(); // tile and row_stats are read: the next rows may come
-        cluster_wait();  // and block_sums
+        cp_async_wait_group<LAYERNORM_STAGES - 1>();
+
+        // sums of each vector, and the columns' sums that need no row sum
+        float w[8], sums_g[PATCH_ROWS], sums_gn[PATCH_ROWS];
+        unpack8(w, raw_weight);
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++) {
+            float mean = layernorm_of_row(stat_mean, r), rstd = layernorm_of_row(stat_rstd, r);
+            float dy[8], x[8];
+            unpack8(dy, slots[r * threads]);
+            unpack8(x, slots[(PATCH_ROWS + r) * threads]);
+            sums_g[r] = sums_gn[r] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float n = (x[j] - mean) * rstd, g = w[j] * dy[j];
+                sums_g[r] += g;
+                sums_gn[r] += g * n;
+                dbias[j] += dy[j];
+                dweight[j] += dy[j] * n;
+            }
+        }
+
+        // of the warp, of the row
+        float sum_g = layernorm_warp_sum4(sums_g), sum_gn = layernorm_warp_sum4(sums_gn);
+        if (sub == 0) { parts[step & 1][threadIdx.x / 32][threadIdx.x % 32 / 8] = make_float2(sum_g, sum_gn); }
+        layernorm_barrier(shape);
+        sum_g = sum_gn = 0.0f;
+        for (int rank = 0; rank < shape.blocks; rank++) {
+            for (int warp = sub; warp < shape.row_warps; warp += 8) {
+                float2 part = layernorm_part(parts[step & 1], shape, place, rank, warp, threadIdx.x % 32 / 8);
+                sum_g += part.x;
+                sum_gn += part.y;
+            }
+        }
+        float mean_g = layernorm_sum8(sum_g) / (float)C, mean_gn = layernorm_sum8(sum_gn) / (float)C;
+
+        // gradient
+        Fp8Patch patch = {};
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++) {
+            float mean = layernorm_of_row(stat_mean, r), rstd = layernorm_of_row(stat_rstd, r);
+            float row_g = layernorm_of_row(mean_g, r), row_gn = layernorm_of_row(mean_gn, r);
+            float dy[8], x[8], v[8], stored[8];
+            unpack8(dy, slots[r * threads]);
+            unpack8(x, slots[(PATCH_ROWS + r) * threads]);
+            unpack8(v, raw_dresidual[r]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float n = (x[j] - mean) * rstd;
+                v[j] += rstd * (w[j] * dy[j] - row_g - n * row_gn);
+            }
+            unpack8(stored, pack8(v));
+#pragma unroll
+            for (int j = 0; j < 8; j++) { // rows beyond the end are 0 here
+                dbranch_bias[j] += stored[j];
+            }
+            if (place.active && row + r < rows) {
+                emit_row<e5m2>(dx, &patch, r, v, scale, (size_t)(row + r) * C + place.column, &amax);
+            }
+        }
+        stage(step + LAYERNORM_STAGES);
+        if (dx.transposed != NULL) {
+            if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
+            if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
+                __syncthreads();
+                store_transposed(dx.transposed, tile, shape.log2_words, place.num_groups * PATCH_COLS,
+                                 place.first_column, first_row, rows);
+            }
+        }
     }
 
     if (partials != NULL) {
         float* to = partials + (size_t)blockIdx.y * C + place.first_column;
+        float* buffer = (float*)shared_memory; // the staged vectors are all read
         size_t next = (size_t)gridDim.y * C;
         int columns = place.num_groups * PATCH_COLS;
-        block_column_sums(to, (float*)parts, dweight, place.active, place.lane, place.group, shape.row_lanes,
+        block_column_sums(to, buffer, dweight, place.active, place.lane, place.group, shape.row_lanes, shape.groups,
+                          columns);
+        block_column_sums(to + next, buffer, dbias, place.active, place.lane, place.group, shape.row_lanes,
                           shape.groups, columns);
-        block_column_sums(to + next, (float*)parts, dbias, place.active, place.lane, place.group, shape.row_lanes,
+        block_column_sums(to + 2 * next, buffer, dbranch_bias, place.active, place.lane, place.group, shape.row_lanes,
                           shape.groups, columns);
-        block_column_sums(to + 2 * next, (float*)parts, dbranch_bias, place.active, place.lane, place.group,
-                          shape.row_lanes, shape.groups, columns);
     }
     if (dx.amax != NULL) { raise_amax(dx.amax, amax); }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(dx, scale); }
+    layernorm_barrier(shape); // others may still read parts: a block's shared memory ends with it
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // kernel launchers
 
-// What both launches share; `attribute` must outlive the configuration.
+// What both launches share; `attribute` must outlive the configuration. The grid is as many strips as run at once, but
+// at most `most`.
 static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribute* attribute, const void* kernel,
-                                                  LayerNormShape shape, int row_tiles) {
+                                                  LayerNormShape shape, int rows, int most) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)shape.blocks, (unsigned)row_tiles);
+    config.gridDim = dim3((unsigned)shape.blocks, 1);
     config.blockDim = dim3((unsigned)shape.threads);
     config.dynamicSmemBytes = layernorm_shared_bytes(shape);
     config.stream = dev->stream;
@@ -434,16 +502,20 @@ static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribu
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)config.dynamicSmemBytes));
     cuda_check(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+    int at_once = 0, tiles = (int)ceil_div((size_t)rows, (size_t)PATCH_ROWS << shape.log2_words);
+    cuda_check(cudaOccupancyMaxActiveClusters(&at_once, kernel, &config));
+    check(at_once > 0, "layernorm: %zu bytes of shared memory per block do not fit", config.dynamicSmemBytes);
+    at_once = at_once < most ? at_once : most;
+    config.gridDim.y = (unsigned)(tiles < at_once ? tiles : at_once);
     return config;
 }
 
 static inline void layernorm_forward_launch(Device* dev, FormsOut y, LayerNormStats stats, ResidualAdd add,
                                             const bf16* weight, const bf16* bias, int rows, int C) {
-    LayerNormShape shape = layernorm_shape(C);
-    int row_tiles = (int)ceil_div((size_t)rows, (size_t)PATCH_ROWS << shape.log2_words);
+    LayerNormShape shape = layernorm_shape(dev, rows, C);
     cudaLaunchAttribute attribute;
     cudaLaunchConfig_t config =
-        layernorm_config(dev, &attribute, (const void*)layernorm_forward_kernel, shape, row_tiles);
+        layernorm_config(dev, &attribute, (const void*)layernorm_forward_kernel, shape, rows, 65535);
     cuda_check(cudaLaunchKernelEx(&config, layernorm_forward_kernel, y, stats, add, weight, bias, rows, C, shape));
 }
 
@@ -455,7 +527,6 @@ void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, Residual
     check_forms("layernorm_forward", out, y.slot, fp8, rows, C);
     check(add.branch == NULL || (add.sum != NULL && add.bias != NULL),
           "layernorm_forward: a branch needs sum and bias");
-    check((size_t)rows <= (size_t)65535 * 16, "layernorm_forward: %d rows, want at most %d", rows, 65535 * 16);
     if (fp8 && y.measure_first) {
         layernorm_forward_launch(dev, measure_begin(dev, out), stats, add, weight, bias, rows, C);
         measure_end(dev, out, y.recipe);
@@ -463,12 +534,17 @@ void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, Residual
     layernorm_forward_launch(dev, out, stats, add, weight, bias, rows, C);
 }
 
-static inline void layernorm_backward_launch(Device* dev, LayerNormBackward args, FormsOut dx, float* partials,
-                                             LayerNormShape shape, int strips) {
+// Returns the number of strips: partial sums per column.
+static inline int layernorm_backward_launch(Device* dev, LayerNormBackward args, FormsOut dx, float* partials) {
+    LayerNormShape shape = layernorm_shape(dev, args.rows, args.C);
+    int most = args.C <= COLUMN_WIDE ? COLUMN_PARTIALS : COLUMN_PARTIALS_WIDE;
     cudaLaunchAttribute attribute;
     cudaLaunchConfig_t config =
-        layernorm_config(dev, &attribute, (const void*)layernorm_backward_kernel, shape, strips);
+        layernorm_config(dev, &attribute, (const void*)layernorm_backward_kernel, shape, args.rows, most);
+    int strips = (int)config.gridDim.y;
+    if (partials != NULL) { workspace_floats(dev, "layernorm_backward", (size_t)COLUMN_SUMS * strips * args.C); }
     cuda_check(cudaLaunchKernelEx(&config, layernorm_backward_kernel, args, dx, partials, shape));
+    return strips;
 }
 
 void layernorm_backward(Device* dev, LayerNormBackward args) {
@@ -476,16 +552,12 @@ void layernorm_backward(Device* dev, LayerNormBackward args) {
     FormsOut out = forms_of_e5m2(args.dx);
     int fp8 = args.dx.data != NULL || args.dx.transposed != NULL;
     check_forms("layernorm_backward", out, args.dx.slot, fp8, args.rows, args.C);
-    LayerNormShape shape = layernorm_shape(args.C);
-    int row_tiles = (int)ceil_div((size_t)args.rows, (size_t)PATCH_ROWS << shape.log2_words);
-    int most = args.C <= COLUMN_WIDE ? COLUMN_PARTIALS : COLUMN_PARTIALS_WIDE;
-    int strips = row_tiles < most ? row_tiles : most;
-    float* partials = workspace_floats(dev, "layernorm_backward", (size_t)COLUMN_SUMS * strips * args.C);
     if (fp8 && args.dx.measure_first) {
-        layernorm_backward_launch(dev, args, measure_begin(dev, out), NULL, shape, strips);
+        layernorm_backward_launch(dev, args, measure_begin(dev, out), NULL);
         measure_end(dev, out, args.dx.recipe);
     }
-    layernorm_backward_launch(dev, args, out, partials, shape, strips);
+    float* partials = workspace_floats(dev, "layernorm_backward", 0);
+    int strips = layernorm_backward_launch(dev, args, out, partials);
     ColumnSums sums = {{args.dweight, args.dbias, args.dbranch_bias}};
     column_sums_add(dev, sums, args.dbranch_bias != NULL ? 3 : 2, partials, strips, args.C);
 }
