@@ -19,8 +19,7 @@
 #include "gpu.cuh"
 
 #define LAYERNORM_EPSILON 1e-5f
-#define LAYERNORM_STAGES 2 // steps whose vectors are staged
-#define LAYERNORM_STAGED 2 // tensors: in and branch, or dy and x
+#define LAYERNORM_VECTORS (2 * PATCH_ROWS) // staged per thread and step: 4 rows of two tensors
 #define LAYERNORM_MAX_THREADS 512
 #define LAYERNORM_MAX_WARPS (LAYERNORM_MAX_THREADS / 32)
 #define LAYERNORM_MAX_SHARED (224 * 1024) // bytes of a block, of the 227 KB it can have
@@ -34,12 +33,13 @@ typedef struct {
     int row_lanes;  // patches of a step, one below the other: a power of two, at most 4
     int log2_words; // R = 4 rows of a word << log2_words
     int log2_steps; // of a tile: R / (4 row_lanes)
+    int stages;     // steps staged, 1 or 2: copied that far ahead
     int threads;    // 32 * row_warps * row_lanes
 } LayerNormShape;
 
 // Bytes of shared memory: the staged vectors and the FP8 tile.
 __host__ __device__ static inline size_t layernorm_shared_bytes(LayerNormShape shape) {
-    size_t staged = (size_t)LAYERNORM_STAGES * LAYERNORM_STAGED * PATCH_ROWS * shape.threads * sizeof(uint4);
+    size_t staged = (size_t)shape.stages * LAYERNORM_VECTORS * shape.threads * sizeof(uint4);
     return staged + ((size_t)shape.groups * PATCH_COLS * sizeof(uint32_t) << shape.log2_words);
 }
 
@@ -57,6 +57,7 @@ static inline LayerNormShape layernorm_shape(const Device* dev, int rows, int C)
     }
     shape.row_lanes = 1 << log2_lanes;
     shape.threads = 32 * shape.row_warps * shape.row_lanes;
+    shape.stages = 2;
     shape.log2_words = rows >= 64 * dev->properties.multiProcessorCount ? 4 : 3;
     if (layernorm_shared_bytes(shape) > LAYERNORM_MAX_SHARED) { shape.log2_words = 3; }
     shape.log2_steps = shape.log2_words - log2_lanes;
@@ -103,17 +104,48 @@ __device__ static inline int layernorm_first_row(LayerNormShape shape, int step)
     return ((int)blockIdx.y + (step >> shape.log2_steps) * (int)gridDim.y) * (PATCH_ROWS << shape.log2_words);
 }
 
-// Bring a thread's patch at `row` of a tensor to its slots, zeros where there is nothing. Vector r at r * blockDim.x.
-__device__ static inline void layernorm_stage(uint4* slots, const bf16* from, LayerNormPlace place, int row, int rows,
-                                              int C) {
-    const bf16* at = from + (size_t)row * C + place.column;
+// A thread's slots of a step: vector v of it at v * 32.
+__device__ static inline uint4* layernorm_slots(uint4* shared_memory, LayerNormShape shape, int step) {
+    int warp = (int)threadIdx.x / 32, stage = step & (shape.stages - 1);
+    return shared_memory + (warp * shape.stages + stage) * (LAYERNORM_VECTORS * 32) + threadIdx.x % 32;
+}
+
+// The slots of threads beyond the columns stay 0.
+__device__ static inline void layernorm_clear_slots(uint4* shared_memory, LayerNormShape shape) {
+    for (int step = 0; step < shape.stages; step++) {
+        uint4* slots = layernorm_slots(shared_memory, shape, step);
 #pragma unroll
-    for (int r = 0; r < PATCH_ROWS; r++) {
-        if (place.active && row + r < rows) {
-            cp_async(&slots[r * blockDim.x], at + (size_t)r * C);
-        } else {
-            slots[r * blockDim.x] = make_uint4(0, 0, 0, 0);
+        for (int v = 0; v < LAYERNORM_VECTORS; v++) {
+            slots[v * 32] = make_uint4(0, 0, 0, 0);
         }
+    }
+}
+
+// Bring 4 rows of a thread's columns to its slots, the first at `from`; only `count` of them exist, the others are 0.
+__device__ static inline void layernorm_stage(uint4* slots, const bf16* from, int count, int C) {
+    if (count >= PATCH_ROWS) {
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++, from += C) {
+            cp_async(&slots[r * 32], from);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++, from += C) {
+            if (r < count) {
+                cp_async(&slots[r * 32], from);
+            } else {
+                slots[r * 32] = make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+}
+
+// Waits for the step whose copies are the oldest.
+__device__ static inline void layernorm_wait(LayerNormShape shape) {
+    if (shape.stages == 1) {
+        cp_async_wait_group<0>();
+    } else {
+        cp_async_wait_group<1>();
     }
 }
 
@@ -160,18 +192,33 @@ __device__ static inline void layernorm_barrier(LayerNormShape shape) {
     }
 }
 
-// Part `warp` of this thread's row lane, in block `rank`.
-__device__ static inline float2 layernorm_part(LayerNormParts parts, LayerNormShape shape, LayerNormPlace place,
-                                               int rank, int warp, int row) {
-    const float2* part = &parts[place.lane * shape.row_warps + warp][row];
+// Part i of a row: those of block 0's warps first.
+__device__ static inline float2 layernorm_part(LayerNormParts parts, LayerNormShape shape, LayerNormPlace place, int i,
+                                               int row) {
+    int rank = shape.blocks > 1 ? i / shape.row_warps : 0;
+    const float2* part = &parts[place.lane * shape.row_warps + i - rank * shape.row_warps][row];
     return shape.blocks > 1 ? cluster_load(part, (uint32_t)rank) : *part;
 }
 
-// Columns of a warp.
-__device__ static inline float layernorm_part_columns(LayerNormShape shape, int rank, int warp, int C) {
-    int group = rank * shape.groups + warp * 32;
-    int count = min(min(32, shape.groups - warp * 32), C / PATCH_COLS - group);
+// How many columns it is of.
+__device__ static inline float layernorm_part_columns(LayerNormShape shape, int i, int C) {
+    int rank = shape.blocks > 1 ? i / shape.row_warps : 0, group = (i - rank * shape.row_warps) * 32;
+    int count = min(min(32, shape.groups - group), C / PATCH_COLS - rank * shape.groups - group);
     return (float)(max(0, count) * PATCH_COLS);
+}
+
+// store_transposed of this block's tile; a thread has the same rows of every column it comes to.
+__device__ static inline void layernorm_store_tile(uint8_t* transposed, const uint32_t* tile, LayerNormShape shape,
+                                                   LayerNormPlace place, int first_row, int rows) {
+    int log2_chunks = shape.log2_words - 2, stride = shape.threads >> log2_chunks;
+    int chunk = (int)threadIdx.x & ((1 << log2_chunks) - 1), row = first_row + chunk * 16;
+    int column = (int)threadIdx.x >> log2_chunks;
+    uint8_t* to = transposed + (size_t)(place.first_column + column) * rows + row;
+    if (row >= rows) { return; }
+#pragma unroll 2
+    for (; column < place.num_groups * PATCH_COLS; column += stride, to += (size_t)stride * rows) {
+        *(uint4*)to = tile_chunk(tile, shape.log2_words, column, chunk);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -190,39 +237,42 @@ __global__ void __maxnreg__(96)
     extern __shared__ uint4 shared_memory[];
     __shared__ LayerNormParts parts[2]; // mean and sum of squares around it, of a warp's columns
     const LayerNormPlace place = layernorm_place(shape, C);
-    const int threads = blockDim.x, steps = layernorm_steps(shape, rows), sub = threadIdx.x % 8;
-    uint32_t* tile = (uint32_t*)(shared_memory + LAYERNORM_STAGES * LAYERNORM_STAGED * PATCH_ROWS * threads);
+    const int steps = layernorm_steps(shape, rows), sub = threadIdx.x % 8, sub_row = threadIdx.x % 32 / 8;
+    const int num_parts = shape.blocks * shape.row_warps;
+    uint32_t* tile = (uint32_t*)(shared_memory + shape.stages * LAYERNORM_VECTORS * shape.threads);
     float scale = y.slot != NULL ? y.slot->scale : 1.0f, amax = 0.0f;
     uint4 raw_branch_bias = make_uint4(0, 0, 0, 0), raw_weight = raw_branch_bias, raw_bias = raw_branch_bias;
     if (place.active) {
         if (add.branch != NULL) { raw_branch_bias = load_vector(add.bias + place.column); }
         raw_weight = load_vector(weight + place.column);
         raw_bias = load_vector(bias + place.column);
+    } else {
+        layernorm_clear_slots(shared_memory, shape);
     }
-    float warp_groups = (float)min(32, max(1, place.num_groups - place.warp * 32));
+    const float per_group = 1.0f / (float)min(32, max(1, place.num_groups - place.warp * 32)),
+                per_column = 1.0f / (float)C;
 
     auto stage = [&](int step) {
-        if (step < steps) {
-            uint4* slots =
-                shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
+        if (step < steps && place.active) {
+            uint4* slots = layernorm_slots(shared_memory, shape, step);
             int row = layernorm_first_row(shape, step) + layernorm_word(shape, place, step) * PATCH_ROWS;
-            layernorm_stage(slots, add.in, place, row, rows, C);
-            if (add.branch != NULL) { layernorm_stage(slots + PATCH_ROWS * threads, add.branch, place, row, rows, C); }
+            size_t at = (size_t)row * C + place.column;
+            layernorm_stage(slots, add.in + at, rows - row, C);
+            if (add.branch != NULL) { layernorm_stage(slots + PATCH_ROWS * 32, add.branch + at, rows - row, C); }
         }
         cp_async_commit();
     };
-    for (int step = 0; step < LAYERNORM_STAGES; step++) {
+    for (int step = 0; step < shape.stages; step++) {
         stage(step);
     }
 
     for (int step = 0; step < steps; step++) {
         const int first_row = layernorm_first_row(shape, step), word = layernorm_word(shape, place, step);
-        const int row = first_row + word * PATCH_ROWS;
-        const uint4* slots =
-            shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
-        cp_async_wait_group<LAYERNORM_STAGES - 1>();
+        const int row = first_row + word * PATCH_ROWS, count = place.active ? rows - row : 0;
+        const uint4* slots = layernorm_slots(shared_memory, shape, step);
+        layernorm_wait(shape);
 
-        // residual sum, and each vector's mean and squares
+        // residual sum, and each vector's mean and squares around it
         uint4 x[PATCH_ROWS];
         float means[PATCH_ROWS], squares[PATCH_ROWS];
         {
@@ -231,11 +281,11 @@ __global__ void __maxnreg__(96)
 #pragma unroll
             for (int r = 0; r < PATCH_ROWS; r++) {
                 float v[8];
-                x[r] = slots[r * threads];
+                x[r] = slots[r * 32];
                 unpack8(v, x[r]);
                 if (add.branch != NULL) {
                     float branch[8];
-                    unpack8(branch, slots[(PATCH_ROWS + r) * threads]);
+                    unpack8(branch, slots[(PATCH_ROWS + r) * 32]);
 #pragma unroll
                     for (int j = 0; j < 8; j++) {
                         v[j] += branch[j] + branch_bias[j];
@@ -250,44 +300,36 @@ __global__ void __maxnreg__(96)
                 for (int j = 0; j < 8; j++) {
                     squares[r] += (v[j] - means[r]) * (v[j] - means[r]);
                 }
-                if (row + r >= rows || !place.active) { means[r] = squares[r] = 0.0f; }
             }
         }
-        stage(step + LAYERNORM_STAGES);
+        stage(step + shape.stages);
 
         // of the warp, of the row
-        float mean = layernorm_warp_sum4(means) / warp_groups;
+        float mean = layernorm_warp_sum4(means) * per_group; // threads beyond the columns have 0
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++) {
             float delta = means[r] - layernorm_of_row(mean, r);
             if (place.active) { squares[r] += (float)PATCH_COLS * delta * delta; }
         }
         float square = layernorm_warp_sum4(squares);
-        if (sub == 0) { parts[step & 1][threadIdx.x / 32][threadIdx.x % 32 / 8] = make_float2(mean, square); }
+        if (sub == 0) { parts[step & 1][threadIdx.x / 32][sub_row] = make_float2(mean, square); }
         layernorm_barrier(shape);
-        mean = 0.0f;
-        for (int rank = 0; rank < shape.blocks; rank++) {
-            for (int warp = sub; warp < shape.row_warps; warp += 8) {
-                float2 part = layernorm_part(parts[step & 1], shape, place, rank, warp, threadIdx.x % 32 / 8);
-                mean += part.x * layernorm_part_columns(shape, rank, warp, C);
-            }
+        mean = square = 0.0f;
+#pragma unroll 1
+        for (int i = sub; i < num_parts; i += 8) {
+            mean += layernorm_part(parts[step & 1], shape, place, i, sub_row).x * layernorm_part_columns(shape, i, C);
         }
-        mean = layernorm_sum8(mean) / (float)C;
-        square = 0.0f;
-        for (int rank = 0; rank < shape.blocks; rank++) {
-            for (int warp = sub; warp < shape.row_warps; warp += 8) {
-                float2 part = layernorm_part(parts[step & 1], shape, place, rank, warp, threadIdx.x % 32 / 8);
-                float delta = part.x - mean;
-                square += part.y + delta * delta * layernorm_part_columns(shape, rank, warp, C);
-            }
+        mean = layernorm_sum8(mean) * per_column;
+#pragma unroll 1
+        for (int i = sub; i < num_parts; i += 8) {
+            float2 part = layernorm_part(parts[step & 1], shape, place, i, sub_row);
+            float delta = part.x - mean;
+            square += part.y + delta * delta * layernorm_part_columns(shape, i, C);
         }
-        float rstd = 1.0f / sqrtf(layernorm_sum8(square) / (float)C + LAYERNORM_EPSILON);
-        if (place.first_column == 0 && place.warp == 0 && sub == 0 && !y.measuring) {
-            int stat_row = row + threadIdx.x % 32 / 8;
-            if (stat_row < rows) {
-                stats.mean[stat_row] = mean;
-                stats.rstd[stat_row] = rstd;
-            }
+        float rstd = rsqrtf(layernorm_sum8(square) * per_column + LAYERNORM_EPSILON);
+        if (place.column == sub_row * 64 && sub == 0 && row + sub_row < rows && !y.measuring) { // lanes 0, 8, 16, 24
+            stats.mean[row + sub_row] = mean;
+            stats.rstd[row + sub_row] = rstd;
         }
 
         // normalise and write
@@ -296,11 +338,11 @@ __global__ void __maxnreg__(96)
             float w[8], b[8];
             unpack8(w, raw_weight);
             unpack8(b, raw_bias);
+            size_t at = (size_t)row * C + place.column;
 #pragma unroll
-            for (int r = 0; r < PATCH_ROWS; r++) {
+            for (int r = 0; r < PATCH_ROWS; r++, at += C) {
                 float row_mean = layernorm_of_row(mean, r), row_rstd = layernorm_of_row(rstd, r);
-                if (place.active && row + r < rows) {
-                    size_t at = (size_t)(row + r) * C + place.column;
+                if (r < count) {
                     float v[8];
                     unpack8(v, x[r]);
 #pragma unroll
@@ -316,8 +358,7 @@ __global__ void __maxnreg__(96)
             if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
             if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
                 __syncthreads();
-                store_transposed(y.transposed, tile, shape.log2_words, place.num_groups * PATCH_COLS,
-                                 place.first_column, first_row, rows);
+                layernorm_store_tile(y.transposed, tile, shape, place, first_row, rows);
             }
         }
     }
@@ -341,59 +382,62 @@ __global__ void __maxnreg__(128)
     __shared__ LayerNormParts parts[2]; // sums of g and g n over a warp's columns
     const int rows = args.rows, C = args.C;
     const LayerNormPlace place = layernorm_place(shape, C);
-    const int threads = blockDim.x, steps = layernorm_steps(shape, rows), sub = threadIdx.x % 8;
-    uint32_t* tile = (uint32_t*)(shared_memory + LAYERNORM_STAGES * LAYERNORM_STAGED * PATCH_ROWS * threads);
+    const int steps = layernorm_steps(shape, rows), sub = threadIdx.x % 8, sub_row = threadIdx.x % 32 / 8;
+    const int num_parts = shape.blocks * shape.row_warps;
+    const float per_column = 1.0f / (float)C;
+    uint32_t* tile = (uint32_t*)(shared_memory + shape.stages * LAYERNORM_VECTORS * shape.threads);
     float scale = dx.slot != NULL ? dx.slot->scale : 1.0f, amax = 0.0f;
     uint4 raw_weight = make_uint4(0, 0, 0, 0);
-    if (place.active) { raw_weight = load_vector(args.weight + place.column); }
+    if (place.active) {
+        raw_weight = load_vector(args.weight + place.column);
+    } else {
+        layernorm_clear_slots(shared_memory, shape);
+    }
     float dweight[8] = {}, dbias[8] = {}, dbranch_bias[8] = {};
-    float next_mean = 0.0f, next_rstd = 0.0f; // of x, row sub-lane of the step to come
+    float next_mean = 0.0f, next_rstd = 0.0f; // of x, of the step to come: lane l has row l / 8
 
     auto stage = [&](int step) {
-        if (step < steps) {
-            uint4* slots =
-                shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
+        if (step < steps && place.active) {
+            uint4* slots = layernorm_slots(shared_memory, shape, step);
             int row = layernorm_first_row(shape, step) + layernorm_word(shape, place, step) * PATCH_ROWS;
-            layernorm_stage(slots, args.dy, place, row, rows, C);
-            layernorm_stage(slots + PATCH_ROWS * threads, args.x, place, row, rows, C);
-            if (args.dresidual != NULL && place.active) {
+            size_t at = (size_t)row * C + place.column;
+            layernorm_stage(slots, args.dy + at, rows - row, C);
+            layernorm_stage(slots + PATCH_ROWS * 32, args.x + at, rows - row, C);
+            if (args.dresidual != NULL) {
 #pragma unroll
-                for (int r = 0; r < PATCH_ROWS; r++) {
-                    if (row + r < rows) { prefetch_l2(args.dresidual + (size_t)(row + r) * C + place.column); }
+                for (int r = 0; r < PATCH_ROWS; r++, at += C) {
+                    if (r < rows - row) { prefetch_l2(args.dresidual + at); }
                 }
             }
         }
         cp_async_commit();
     };
     auto load_stats = [&](int step) {
-        int row =
-            layernorm_first_row(shape, step) + layernorm_word(shape, place, step) * PATCH_ROWS + threadIdx.x % 32 / 8;
+        int row = layernorm_first_row(shape, step) + layernorm_word(shape, place, step) * PATCH_ROWS + sub_row;
         int valid = step < steps && row < rows;
         next_mean = valid ? args.stats.mean[row] : 0.0f;
         next_rstd = valid ? args.stats.rstd[row] : 0.0f;
     };
-    for (int step = 0; step < LAYERNORM_STAGES; step++) {
+    for (int step = 0; step < shape.stages; step++) {
         stage(step);
     }
     load_stats(0);
 
     for (int step = 0; step < steps; step++) {
         const int first_row = layernorm_first_row(shape, step), word = layernorm_word(shape, place, step);
-        const int row = first_row + word * PATCH_ROWS;
-        const uint4* slots =
-            shared_memory + step % LAYERNORM_STAGES * (LAYERNORM_STAGED * PATCH_ROWS * threads) + threadIdx.x;
+        const int row = first_row + word * PATCH_ROWS, count = place.active ? rows - row : 0;
+        const uint4* slots = layernorm_slots(shared_memory, shape, step);
         const float stat_mean = next_mean, stat_rstd = next_rstd;
+        size_t at = (size_t)row * C + place.column;
         load_stats(step + 1);
-        uint4 raw_dresidual[PATCH_ROWS] = {};
-        if (args.dresidual != NULL && place.active) {
+        uint4 raw_dresidual[PATCH_ROWS] = {}, raw_dy[PATCH_ROWS], raw_x[PATCH_ROWS];
+        if (args.dresidual != NULL) {
 #pragma unroll
             for (int r = 0; r < PATCH_ROWS; r++) {
-                if (row + r < rows) {
-                    raw_dresidual[r] = load_vector(args.dresidual + (size_t)(row + r) * C + place.column);
-                }
+                if (r < count) { raw_dresidual[r] = load_vector(args.dresidual + at + (size_t)r * C); }
             }
         }
-        cp_async_wait_group<LAYERNORM_STAGES - 1>();
+        layernorm_wait(shape);
 
         // sums of each vector, and the columns' sums that need no row sum
         float w[8], sums_g[PATCH_ROWS], sums_gn[PATCH_ROWS];
@@ -402,8 +446,10 @@ __global__ void __maxnreg__(128)
         for (int r = 0; r < PATCH_ROWS; r++) {
             float mean = layernorm_of_row(stat_mean, r), rstd = layernorm_of_row(stat_rstd, r);
             float dy[8], x[8];
-            unpack8(dy, slots[r * threads]);
-            unpack8(x, slots[(PATCH_ROWS + r) * threads]);
+            raw_dy[r] = slots[r * 32];
+            raw_x[r] = slots[(PATCH_ROWS + r) * 32];
+            unpack8(dy, raw_dy[r]);
+            unpack8(x, raw_x[r]);
             sums_g[r] = sums_gn[r] = 0.0f;
 #pragma unroll
             for (int j = 0; j < 8; j++) {
@@ -414,52 +460,50 @@ __global__ void __maxnreg__(128)
                 dweight[j] += dy[j] * n;
             }
         }
+        stage(step + shape.stages);
 
         // of the warp, of the row
         float sum_g = layernorm_warp_sum4(sums_g), sum_gn = layernorm_warp_sum4(sums_gn);
-        if (sub == 0) { parts[step & 1][threadIdx.x / 32][threadIdx.x % 32 / 8] = make_float2(sum_g, sum_gn); }
+        if (sub == 0) { parts[step & 1][threadIdx.x / 32][sub_row] = make_float2(sum_g, sum_gn); }
         layernorm_barrier(shape);
         sum_g = sum_gn = 0.0f;
-        for (int rank = 0; rank < shape.blocks; rank++) {
-            for (int warp = sub; warp < shape.row_warps; warp += 8) {
-                float2 part = layernorm_part(parts[step & 1], shape, place, rank, warp, threadIdx.x % 32 / 8);
-                sum_g += part.x;
-                sum_gn += part.y;
-            }
+#pragma unroll 1
+        for (int i = sub; i < num_parts; i += 8) {
+            float2 part = layernorm_part(parts[step & 1], shape, place, i, sub_row);
+            sum_g += part.x;
+            sum_gn += part.y;
         }
-        float mean_g = layernorm_sum8(sum_g) / (float)C, mean_gn = layernorm_sum8(sum_gn) / (float)C;
+        float mean_g = layernorm_sum8(sum_g) * per_column, mean_gn = layernorm_sum8(sum_gn) * per_column;
 
         // gradient
         Fp8Patch patch = {};
 #pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++) {
+        for (int r = 0; r < PATCH_ROWS; r++, at += C) {
             float mean = layernorm_of_row(stat_mean, r), rstd = layernorm_of_row(stat_rstd, r);
             float row_g = layernorm_of_row(mean_g, r), row_gn = layernorm_of_row(mean_gn, r);
-            float dy[8], x[8], v[8], stored[8];
-            unpack8(dy, slots[r * threads]);
-            unpack8(x, slots[(PATCH_ROWS + r) * threads]);
-            unpack8(v, raw_dresidual[r]);
+            if (r < count) {
+                float dy[8], x[8], v[8], stored[8];
+                unpack8(dy, raw_dy[r]);
+                unpack8(x, raw_x[r]);
+                unpack8(v, raw_dresidual[r]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                float n = (x[j] - mean) * rstd;
-                v[j] += rstd * (w[j] * dy[j] - row_g - n * row_gn);
-            }
-            unpack8(stored, pack8(v));
+                for (int j = 0; j < 8; j++) {
+                    float n = (x[j] - mean) * rstd;
+                    v[j] += rstd * (w[j] * dy[j] - row_g - n * row_gn);
+                }
+                unpack8(stored, pack8(v));
 #pragma unroll
-            for (int j = 0; j < 8; j++) { // rows beyond the end are 0 here
-                dbranch_bias[j] += stored[j];
-            }
-            if (place.active && row + r < rows) {
-                emit_row<e5m2>(dx, &patch, r, v, scale, (size_t)(row + r) * C + place.column, &amax);
+                for (int j = 0; j < 8; j++) {
+                    dbranch_bias[j] += stored[j];
+                }
+                emit_row<e5m2>(dx, &patch, r, v, scale, at, &amax);
             }
         }
-        stage(step + LAYERNORM_STAGES);
         if (dx.transposed != NULL) {
             if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
             if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
                 __syncthreads();
-                store_transposed(dx.transposed, tile, shape.log2_words, place.num_groups * PATCH_COLS,
-                                 place.first_column, first_row, rows);
+                layernorm_store_tile(dx.transposed, tile, shape, place, first_row, rows);
             }
         }
     }
