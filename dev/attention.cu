@@ -293,7 +293,7 @@ int main(int argc, char** argv) {
     options.attention = ATTENTION_BUILTIN;
     Device* dev = device_create(options);
     const Shape shapes[] = {{2, 97, 3, 64, 0},    {1, 257, 2, 80, 0},   {2, 64, 2, 16, 0},    {1, 200, 1, 128, 0},
-                            {32, 1024, 12, 64, 1}, {16, 1024, 25, 64, 1}, {8, 2048, 32, 128, 1}};
+                            {64, 1024, 12, 64, 1}, {16, 1024, 25, 64, 1}, {8, 2048, 32, 128, 1}};
     int wrong = 0;
     printf("%s\n%-24s %3s %3s %5s %4s | %8s %6s | %8s %6s | %8s | %-4s | relative errors (lse: absolute)\n",
            device_name(dev), "", "B", "H", "T", "D", "fwd us", "TFLOP", "f+b us", "TFLOP", "work MiB", "same");

@@ -6,7 +6,7 @@
 // CTA, online softmax, normalise once at the end, keep only the logsumexp), section 3.1.2 / algorithm 2 (backward: P is
 // recomputed from the logsumexp, delta = rowsum(dout * out)), section 3.3 (warps split rows, never the reduction).
 //
-// Three kernels: forward; dq; dkv. Algorithm 2 does the backward pass in one kernel of 5 products and adds dq up with
+// The backward pass at head size 64 is in attention_builtin_wgmma.cuh. Here are three kernels: forward; dq; dkv. Algorithm 2 does the backward pass in one kernel of 5 products and adds dq up with
 // float atomics, which would give other bits on every run. Here dq has a kernel of its own (3 products: S, dP, dq) and
 // dkv another (4 products: S, dP, dv, dk): 7/5 of the tensor work, but no atomics, no FP32 copy of dq in memory (its
 // read-modify-write would be 64 KB per pair of 128-row blocks), no order between CTAs to wait for.
@@ -273,6 +273,8 @@ static __device__ __forceinline__ void attention_store_rows(bf16* x, const float
         }
     }
 }
+
+#include "attention_builtin_wgmma.cuh" // uses the tiles above: the backward pass at head size 64
 
 // ---------------------------------------------------------------------------------------------------------------------
 // forward
@@ -866,9 +868,10 @@ void builtin_attention_forward(Device* dev, bf16* out, float* lse, const bf16* q
     }
 }
 
-// Bytes that builtin_attention_backward uses of dev->workspace: delta (B, NH, T) FP32.
+// Bytes that builtin_attention_backward uses of dev->workspace: delta (B, NH, T) FP32; at head size 64 lse and delta by
+// blocks, dq in FP32, and counters.
 size_t builtin_attention_workspace_bytes(int B, int T, int NH, int HS) {
-    (void)HS; // delta has one number per row, whatever the head size
+    if (HS == WGMMA_HS) { return wgmma_workspace(B, T, NH).total_bytes; }
     return (size_t)B * NH * T * sizeof(float);
 }
 
@@ -891,7 +894,7 @@ void builtin_attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const
     case 16: builtin_attention_backward_launch<16>(dev, dqkv, dout, out, lse, qkv, x); break;
     case 32: builtin_attention_backward_launch<32>(dev, dqkv, dout, out, lse, qkv, x); break;
     case 48: builtin_attention_backward_launch<48>(dev, dqkv, dout, out, lse, qkv, x); break;
-    case 64: builtin_attention_backward_launch<64>(dev, dqkv, dout, out, lse, qkv, x); break;
+    case WGMMA_HS: wgmma_attention_backward(dev, dqkv, dout, out, lse, qkv, B, T, NH); break;
     case 80: builtin_attention_backward_launch<80>(dev, dqkv, dout, out, lse, qkv, x); break;
     case 96: builtin_attention_backward_launch<96>(dev, dqkv, dout, out, lse, qkv, x); break;
     case 112: builtin_attention_backward_launch<112>(dev, dqkv, dout, out, lse, qkv, x); break;
