@@ -2,7 +2,7 @@
 // backward, at the attention shapes of d12, d48 and GPT-3. Two whole heads of every shape are checked against FP64 on
 // the host, and two backward passes against each other bit for bit.
 //
-//     bench-attention [--attention builtin|cudnn]     default: both, cuDNN if it is found
+//     bench-attention [--attention builtin|auto|cudnn]     default: all, cuDNN if it is found
 //
 // TFLOP/s count useful work only: half of the (T, T) square, 2 products forward and 5 backward.
 #include "../lib/attention.cuh"
@@ -285,10 +285,10 @@ static int bench_shape(Device* dev, const char* name, Shape s, int wants_same_bi
 
 int main(int argc, char** argv) {
     const char* only = "";
-    check(argc == 1 || (argc == 3 && strcmp(argv[1], "--attention") == 0), "want: [--attention builtin|cudnn]");
+    check(argc == 1 || (argc == 3 && strcmp(argv[1], "--attention") == 0), "want: [--attention builtin|auto|cudnn]");
     if (argc == 3) { only = argv[2]; }
-    check(only[0] == 0 || strcmp(only, "builtin") == 0 || strcmp(only, "cudnn") == 0,
-          "--attention %s: want builtin or cudnn", only);
+    check(only[0] == 0 || strcmp(only, "builtin") == 0 || strcmp(only, "auto") == 0 || strcmp(only, "cudnn") == 0,
+          "--attention %s: want builtin, auto or cudnn", only);
     DeviceOptions options = {};
     options.attention = ATTENTION_BUILTIN;
     Device* dev = device_create(options);
@@ -300,12 +300,13 @@ int main(int argc, char** argv) {
     printf("%-24s %3s %3s %5s %4s | %8s %6s | %8s %6s | %8s | %-4s | %-7s %-7s %-7s %-7s %-7s\n", "", "", "", "", "",
            "", "/s", "", "/s", "", "bits", "out", "lse", "dq", "dk", "dv");
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
-        for (int kind = 0; kind < 3; kind++) { // builtin, cuDNN deterministic, cuDNN not
-            if (only[0] != 0 && (strcmp(only, "builtin") == 0) != (kind == 0)) { continue; }
+        for (int kind = 0; kind < 4; kind++) { // builtin, auto, cuDNN deterministic, cuDNN not
+            if (only[0] != 0 && strcmp(only, kind == 0 ? "builtin" : kind == 1 ? "auto" : "cudnn") != 0) { continue; }
             attention_release(dev);
-            attention_select(dev, kind == 0 ? ATTENTION_BUILTIN : only[0] ? ATTENTION_CUDNN : ATTENTION_AUTO);
+            AttentionKind cudnn = only[0] && kind > 1 ? ATTENTION_CUDNN : ATTENTION_AUTO;
+            attention_select(dev, kind == 0 ? ATTENTION_BUILTIN : cudnn);
             if (kind > 0 && dev->cudnn == NULL) { continue; } // not found, and not asked for by name
-            if (kind == 2) { cudnn_attention_set_deterministic(dev->cudnn, 0); }
+            if (kind == 3) { cudnn_attention_set_deterministic(dev->cudnn, 0); }
             char name[96];
             size_t bytes = 0;
             if (kind > 0 && !attention_uses_cudnn(dev, shapes[i].B, shapes[i].T, shapes[i].NH, shapes[i].HS, &bytes)) {
@@ -313,8 +314,10 @@ int main(int argc, char** argv) {
                        shapes[i].NH, shapes[i].T, shapes[i].HS);
                 continue;
             }
-            snprintf(name, sizeof(name), "%s%s", device_attention_name(dev), kind == 2 ? " any order" : "");
-            wrong += bench_shape(dev, name, shapes[i], kind != 2);
+            if (kind > 1) { dev->attention = ATTENTION_CUDNN; } // both passes
+            snprintf(name, sizeof(name), "%s%s", kind == 1 ? "auto" : device_attention_name(dev),
+                     kind == 3 ? " any order" : "");
+            wrong += bench_shape(dev, name, shapes[i], kind != 3);
         }
     }
     printf("%d wrong\n", wrong);

@@ -3,7 +3,9 @@
 //
 //   --attention builtin   our kernels, always
 //   --attention cudnn     cuDNN; an error when it is missing, or for a shape that it cannot do
-//   --attention auto      cuDNN where it is found and can do the shape, else our kernels
+//   --attention auto      cuDNN where it is found and can do the shape, else our kernels; but the backward pass at head
+//                         size 64 is always ours: faster than cuDNN's in a fixed order (dev/README.md has the times), and
+//                         without its (T, T) matrix per head
 //
 // Both read qkv and write out and dqkv in the same places, keep the same lse, and give the same bits on every run.
 #ifndef ATTENTION_CUH
@@ -16,7 +18,7 @@
 // dev->attention and dev->cudnn after this:
 //   ATTENTION_BUILTIN, NULL   our kernels
 //   ATTENTION_CUDNN, handle   cuDNN only
-//   ATTENTION_AUTO, handle    cuDNN, with our kernels for the shapes that it refuses
+//   ATTENTION_AUTO, handle    cuDNN, with our kernels for the shapes that it refuses and for what they do faster
 void attention_select(Device* dev, AttentionKind kind) {
     char reason[512] = "";
     dev->attention = ATTENTION_BUILTIN;
@@ -43,13 +45,19 @@ static inline void attention_check_shape(const char* who, int B, int T, int NH, 
           "%s: B, T, NH, HS = %d, %d, %d, %d, want HS a multiple of 16 and at most 128", who, B, T, NH, HS);
 }
 
+// Is the backward pass ours although cuDNN does the shape?
+static inline int attention_backward_is_ours(const Device* dev, int HS) {
+    return dev->attention == ATTENTION_AUTO && HS == WGMMA_HS;
+}
+
 // Does cuDNN do this shape? Then `workspace_bytes` is what it needs. The first refusal under AUTO goes into the name.
 // Making a plan takes cuDNN a moment; it is made once per shape, so plan before capturing a graph.
 static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS, size_t* workspace_bytes) {
     if (dev->cudnn == NULL) { return 0; }
     char reason[512] = "";
     CudnnAttentionShape shape = {B, T, NH, HS};
-    if (cudnn_attention_plan(dev->cudnn, shape, workspace_bytes, reason, sizeof(reason))) { return 1; }
+    int with_backward = !attention_backward_is_ours(dev, HS);
+    if (cudnn_attention_plan(dev->cudnn, shape, with_backward, workspace_bytes, reason, sizeof(reason))) { return 1; }
     check(dev->attention == ATTENTION_AUTO, "--attention cudnn: B, T, NH, HS = %d, %d, %d, %d: %s", B, T, NH, HS,
           reason);
     if (strstr(dev->attention_name, "builtin") == NULL) {
@@ -64,7 +72,9 @@ static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS
 size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS) {
     size_t bytes = 0;
     attention_check_shape("attention_workspace_bytes", B, T, NH, HS);
-    return attention_uses_cudnn(dev, B, T, NH, HS, &bytes) ? bytes : builtin_attention_workspace_bytes(B, T, NH, HS);
+    size_t ours = builtin_attention_workspace_bytes(B, T, NH, HS);
+    if (!attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) { return ours; }
+    return attention_backward_is_ours(dev, HS) && ours > bytes ? ours : bytes;
 }
 
 static inline void attention_check_workspace(Device* dev, const char* who, size_t bytes, int B, int T, int NH, int HS) {
@@ -94,7 +104,7 @@ void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* o
     cost_attention_backward(dev, B, T, NH, HS);
     size_t bytes = 0;
     attention_check_shape("attention_backward", B, T, NH, HS);
-    if (attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
+    if (!attention_backward_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
         CudnnAttentionShape shape = {B, T, NH, HS};
         CudnnAttentionGradients tensors = {dqkv, dout, out, lse, qkv};
         attention_check_workspace(dev, "attention_backward", bytes, B, T, NH, HS);

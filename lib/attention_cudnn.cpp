@@ -69,6 +69,7 @@ enum { ID_Q = 1, ID_K, ID_V, ID_OUT, ID_LSE, ID_DOUT, ID_DQ, ID_DK, ID_DV };
 
 typedef struct {
     CudnnAttentionShape shape;
+    int with_backward; // 0: there is only `forward`
     std::shared_ptr<fe::graph::Graph> forward, backward;
     size_t workspace_bytes; // of the larger of the two
     int supported;
@@ -172,9 +173,11 @@ static int build_graph(CudnnAttention* cudnn, fe::graph::Graph* graph, const cha
     return 0;
 }
 
-static CudnnAttentionPlan* find_plan(CudnnAttention* cudnn, CudnnAttentionShape shape) {
+// A plan of both passes serves who wants the forward pass; but not when it was refused, perhaps for the other's sake.
+static CudnnAttentionPlan* find_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward) {
     for (CudnnAttentionPlan& plan : cudnn->plans) {
-        if (memcmp(&plan.shape, &shape, sizeof(shape)) == 0) { return &plan; }
+        int serves = plan.with_backward == with_backward || (plan.with_backward && plan.supported);
+        if (serves && memcmp(&plan.shape, &shape, sizeof(shape)) == 0) { return &plan; }
     }
     return NULL;
 }
@@ -241,19 +244,21 @@ void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int deterministic)
     cudnn->deterministic = deterministic;
 }
 
-int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, size_t* workspace_bytes, char* reason,
-                         size_t reason_bytes) {
-    CudnnAttentionPlan* plan = find_plan(cudnn, shape);
+int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward, size_t* workspace_bytes,
+                         char* reason, size_t reason_bytes) {
+    CudnnAttentionPlan* plan = find_plan(cudnn, shape, with_backward);
     if (plan == NULL) {
         CudnnAttentionPlan made = {};
         size_t forward_bytes = 0, backward_bytes = 0;
         made.shape = shape;
+        made.with_backward = with_backward;
         try {
             made.forward = forward_graph(shape);
-            made.backward = backward_graph(shape, cudnn->deterministic);
-            made.supported =
-                build_graph(cudnn, made.forward.get(), "forward", &forward_bytes, &made.reason) &&
-                build_graph(cudnn, made.backward.get(), "backward", &backward_bytes, &made.reason);
+            made.supported = build_graph(cudnn, made.forward.get(), "forward", &forward_bytes, &made.reason);
+            if (made.supported && with_backward) {
+                made.backward = backward_graph(shape, cudnn->deterministic);
+                made.supported = build_graph(cudnn, made.backward.get(), "backward", &backward_bytes, &made.reason);
+            }
         } catch (const std::exception& e) {
             made.supported = 0;
             made.reason = e.what();
@@ -285,8 +290,8 @@ static void* part_of(const void* qkv, int which, CudnnAttentionShape s) {
     return (char*)qkv + (size_t)which * (size_t)s.NH * (size_t)s.HS * 2; // 2 bytes: BF16
 }
 
-static CudnnAttentionPlan* planned(CudnnAttention* cudnn, CudnnAttentionShape s) {
-    CudnnAttentionPlan* plan = find_plan(cudnn, s);
+static CudnnAttentionPlan* planned(CudnnAttention* cudnn, CudnnAttentionShape s, int with_backward) {
+    CudnnAttentionPlan* plan = find_plan(cudnn, s, with_backward);
     check(plan != NULL && plan->supported, "cuDNN: attention B, T, NH, HS = %d, %d, %d, %d was not planned", s.B, s.T,
           s.NH, s.HS);
     return plan;
@@ -294,7 +299,7 @@ static CudnnAttentionPlan* planned(CudnnAttention* cudnn, CudnnAttentionShape s)
 
 void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace, void* out, float* lse,
                              const void* qkv, CudnnAttentionShape shape) {
-    CudnnAttentionPlan* plan = planned(cudnn, shape);
+    CudnnAttentionPlan* plan = planned(cudnn, shape, 0);
     std::unordered_map<int64_t, void*> addresses = {{ID_Q, part_of(qkv, 0, shape)},
                                                     {ID_K, part_of(qkv, 1, shape)},
                                                     {ID_V, part_of(qkv, 2, shape)},
@@ -305,7 +310,7 @@ void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* w
 
 void cudnn_attention_backward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace,
                               CudnnAttentionGradients tensors, CudnnAttentionShape shape) {
-    CudnnAttentionPlan* plan = planned(cudnn, shape);
+    CudnnAttentionPlan* plan = planned(cudnn, shape, 1);
     std::unordered_map<int64_t, void*> addresses = {{ID_Q, part_of(tensors.qkv, 0, shape)},
                                                     {ID_K, part_of(tensors.qkv, 1, shape)},
                                                     {ID_V, part_of(tensors.qkv, 2, shape)},

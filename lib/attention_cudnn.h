@@ -38,10 +38,10 @@ const char* cudnn_attention_version(const CudnnAttention* cudnn); // of the libr
 // NOTE: cuDNN's deterministic backward on Hopper keeps a (T, T) matrix per head in its workspace.
 void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int deterministic);
 
-// Make the plans of a shape (once; kept). Returns 1 and the workspace that both passes need, or 0 when cuDNN cannot do
-// it: then `reason` says why.
-int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, size_t* workspace_bytes, char* reason,
-                         size_t reason_bytes);
+// Make the plans of a shape (once; kept), of the forward pass only or of both. Returns 1 and the workspace that they
+// need, or 0 when cuDNN cannot do it: then `reason` says why.
+int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward, size_t* workspace_bytes,
+                         char* reason, size_t reason_bytes);
 
 // out and lse, or dqkv, of a shape that was planned; `workspace` has at least the planned bytes. Asynchronous.
 void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace, void* out, float* lse,
@@ -68,10 +68,11 @@ static inline void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int 
     (void)deterministic;
 }
 
-static inline int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, size_t* workspace_bytes,
-                                       char* reason, size_t reason_bytes) {
+static inline int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward,
+                                       size_t* workspace_bytes, char* reason, size_t reason_bytes) {
     (void)cudnn;
     (void)shape;
+    (void)with_backward;
     *workspace_bytes = 0;
     snprintf(reason, reason_bytes, "built without cuDNN");
     return 0;
