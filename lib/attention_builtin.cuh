@@ -6,10 +6,11 @@
 // CTA, online softmax, normalise once at the end, keep only the logsumexp), section 3.1.2 / algorithm 2 (backward: P is
 // recomputed from the logsumexp, delta = rowsum(dout * out)), section 3.3 (warps split rows, never the reduction).
 //
-// The backward pass at head size 64 is in attention_builtin_wgmma.cuh. Here are three kernels: forward; dq; dkv. Algorithm 2 does the backward pass in one kernel of 5 products and adds dq up with
-// float atomics, which would give other bits on every run. Here dq has a kernel of its own (3 products: S, dP, dq) and
-// dkv another (4 products: S, dP, dv, dk): 7/5 of the tensor work, but no atomics, no FP32 copy of dq in memory (its
-// read-modify-write would be 64 KB per pair of 128-row blocks), no order between CTAs to wait for.
+// The backward pass at head size 64 is in attention_builtin_wgmma.cuh. Here are three kernels: forward; dq; dkv. Algorithm
+// 2 does the backward pass in one kernel of 5 products and adds dq up with float atomics, which would give other bits on
+// every run. Here dq has a kernel of its own (3 products: S, dP, dq) and dkv another (4 products: S, dP, dv, dk): 7/5 of
+// the tensor work, but no atomics, no FP32 copy of dq in memory (its read-modify-write would be 64 KB per pair of 128-row
+// blocks), no order between CTAs to wait for.
 //
 // How a warp works, in all three kernels: it owns 16 M rows of one side (queries in forward and dq, keys in dkv; M = 2
 // up to HS 64) and streams the other side past them. Scores come out of mma.m16n8k16 as accumulators, rows = owned; the
