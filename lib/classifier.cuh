@@ -47,19 +47,20 @@ __device__ static inline Softmax softmax_add8(Softmax state, uint4 raw, int colu
 
 // Softmax state of a row of 8 * num_vectors logits, the same in every thread. The whole block calls (at most
 // CLASSIFIER_THREADS, whole warps). cache: shared memory that keeps the row, each thread's own share; or NULL.
+template <int BATCH>
 __device__ static inline Softmax softmax_of_row(const uint4* row, uint4* cache, int num_vectors, int V) {
     __shared__ Softmax warp_softmax[CLASSIFIER_THREADS / 32];
     int threads = blockDim.x;
     Softmax state = {-3.0e38f, 0.0f}; // finite, so that Inf - Inf never happens before the first logit
-    for (int first = threadIdx.x; first < num_vectors; first += CLASSIFIER_BATCH * threads) {
-        uint4 raw[CLASSIFIER_BATCH];
+    for (int first = threadIdx.x; first < num_vectors; first += BATCH * threads) {
+        uint4 raw[BATCH];
 #pragma unroll
-        for (int k = 0; k < CLASSIFIER_BATCH; k++) {
+        for (int k = 0; k < BATCH; k++) {
             int i = first + k * threads;
             if (i < num_vectors) { raw[k] = row[i]; }
         }
 #pragma unroll
-        for (int k = 0; k < CLASSIFIER_BATCH; k++) {
+        for (int k = 0; k < BATCH; k++) {
             int i = first + k * threads;
             if (i < num_vectors) {
                 if (cache != NULL) { cache[i] = raw[k]; }
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS, 2)
     int target = targets[blockIdx.x];
     float target_logit = __bfloat162float(logits[(size_t)blockIdx.x * Vp + target]);
 
-    Softmax state = softmax_of_row(row, cached ? shared_memory : NULL, num_vectors, V);
+    Softmax state = softmax_of_row<CLASSIFIER_BATCH>(row, cached ? shared_memory : NULL, num_vectors, V);
     if (threadIdx.x == 0) { losses[blockIdx.x] = softmax_loss(state, target_logit); }
     if (!with_gradient) { return; }
 
@@ -137,12 +138,14 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS, 2)
 }
 
 // The FP8 gradient works on bands of 64 rows: first one block per row makes the losses of a band, then one block per tile
-// of 64 x 128 logits its gradient, so that both copies leave in whole sectors. A row's log-sum-exp is its loss plus its
-// target's logit.
+// of 64 x 128 logits its gradient, so that both copies leave in whole sectors.
 #define BAND_ROWS 64
 #define BAND_LOG2_WORDS 4 // 64 rows / 4
 #define BAND_COLS 128
 #define BAND_THREADS 256 // 16 x 16 patches of 4 x 8
+#define BAND_LAG 4       // bands whose losses are on their way while the oldest band's tiles are made
+#define BAND_BLOCKS 4    // per multiprocessor
+#define BAND_BATCH 4     // CLASSIFIER_BATCH of the losses
 
 typedef struct {
     uint8_t* data;       // (rows, Vp) or NULL
@@ -151,6 +154,7 @@ typedef struct {
     float* losses;
     const bf16* logits;
     const int* targets;
+    float2* rows_softmax; // (rows) maximum as in Softmax; factor that turns 2^(x log2(e) - maximum) into scaled gradients
     int* tickets; // [0]: blocks that started; [1 + band]: rows of the band whose loss is there. All zero at the launch
     float dloss;
     int rows, V, Vp;
@@ -159,9 +163,10 @@ typedef struct {
 // Loss of one row, and the news that it is there.
 __device__ static inline void classifier_fp8_loss(const ClassifierFp8& a, int row) {
     const bf16* logits = a.logits + (size_t)row * a.Vp;
-    Softmax state = softmax_of_row((const uint4*)logits, NULL, a.Vp / BF16_OF_VECTOR, a.V);
+    Softmax state = softmax_of_row<BAND_BATCH>((const uint4*)logits, NULL, a.Vp / BF16_OF_VECTOR, a.V);
     if (threadIdx.x == 0) {
         a.losses[row] = softmax_loss(state, __bfloat162float(logits[a.targets[row]]));
+        a.rows_softmax[row] = make_float2(state.maximum, a.dloss * a.slot->scale / state.sum);
         __threadfence();
         atomicAdd(&a.tickets[1 + row / BAND_ROWS], 1);
     }
@@ -170,7 +175,7 @@ __device__ static inline void classifier_fp8_loss(const ClassifierFp8& a, int ro
 // Both forms of the gradient of one tile.
 __device__ static inline void classifier_fp8_tile(const ClassifierFp8& a, int band, int tile_column) {
     __shared__ uint4 tile[BAND_COLS * BAND_ROWS / sizeof(uint4)];
-    __shared__ float log2_sum[BAND_ROWS]; // log2 of sum of e^logit
+    __shared__ float2 softmax[BAND_ROWS];
     __shared__ int target[BAND_ROWS];
     int first_row = band * BAND_ROWS, first_column = tile_column * BAND_COLS;
     int group = threadIdx.x % (BAND_COLS / PATCH_COLS), word = threadIdx.x / (BAND_COLS / PATCH_COLS);
@@ -183,26 +188,31 @@ __device__ static inline void classifier_fp8_tile(const ClassifierFp8& a, int ba
     }
     int mine = first_row + threadIdx.x;
     if (threadIdx.x < BAND_ROWS && mine < a.rows) {
-        int t = a.targets[mine], wanted = min(BAND_ROWS, a.rows - first_row), there;
-        float logit = __bfloat162float(a.logits[(size_t)mine * a.Vp + t]);
+        int wanted = min(BAND_ROWS, a.rows - first_row), there;
+        target[threadIdx.x] = a.targets[mine];
         do { // blocks that make it have started: their tickets are lower
             asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(&a.tickets[1 + band]) : "memory");
         } while (there < wanted);
-        log2_sum[threadIdx.x] = (__ldcg(&a.losses[mine]) + logit) * LOG2_E;
-        target[threadIdx.x] = t;
+        softmax[threadIdx.x] = __ldcg(&a.rows_softmax[mine]);
     }
     __syncthreads();
-    float factor = a.slot->scale * a.dloss;
+    float one = a.dloss * a.slot->scale;
     Fp8Patch patch = {};
 #pragma unroll
     for (int r = 0; r < PATCH_ROWS; r++) {
         int line = word * PATCH_ROWS + r, hot = target[line] - column;
-        float v[8], sum = log2_sum[line];
+        float2 state = softmax[line];
+        float v[8];
         unpack8(v, raw[r]);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            float p = exp2_approx(fmaf(v[j], LOG2_E, -sum));
-            v[j] = (j == hot ? p - 1.0f : p) * factor;
+            v[j] = exp2_approx(fmaf(v[j], LOG2_E, -state.x)) * state.y;
+        }
+        if (hot >= 0 && hot < 8) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                if (j == hot) { v[j] -= one; }
+            }
         }
         if (column + 8 > a.V) {
 #pragma unroll
@@ -230,27 +240,33 @@ __device__ static inline void classifier_fp8_tile(const ClassifierFp8& a, int ba
 
 // losses as classifier_kernel; data (rows, Vp), transposed (Vp, rows) E5M2 = sat((softmax - onehot) * dloss * scale)
 //   bytes    2 read + 2 written per logit, and 2 read from L2: as classifier_kernel
-//   numerics one rounding, from FP32 to E5M2; softmax = 2^(logit log2(e) - log2_sum): relative error 2^-24 log2_sum
-//   threads  256. Tickets give blocks their work in order: losses of band 0, of band 1, tiles of band 0, losses of band 2,
-//            tiles of band 1, ... A tile waits only for blocks with lower tickets, and finds its logits in L2.
-//            rows a multiple of 16, Vp of 16
+//   numerics FP32 as classifier_kernel; one rounding, to E5M2
+//   threads  256. Tickets give blocks their work in order: losses of the first BAND_LAG bands, then by turns losses of
+//            one more band and tiles of the oldest. A tile waits only for blocks with lower tickets, hardly ever long,
+//            and finds its logits in L2. rows a multiple of 16, Vp of 16
 //   bits     deterministic: integer counters only say when
-// NOTE: 46% of copy at (16384, 50304) on an H200 (1,676 us, 2026-11-21), where the BF16 kernel has 79%: dev/README.md.
-__global__ void __launch_bounds__(BAND_THREADS, 4) classifier_fp8_kernel(ClassifierFp8 a, int num_bands, int num_tiles) {
+__global__ void __launch_bounds__(BAND_THREADS, BAND_BLOCKS)
+    classifier_fp8_kernel(ClassifierFp8 a, int num_bands, int num_tiles) {
     __shared__ int shared_ticket;
     if (threadIdx.x == 0) { shared_ticket = atomicAdd(&a.tickets[0], 1); }
     __syncthreads();
-    int turn = shared_ticket - BAND_ROWS, band = 0, item = shared_ticket; // losses of band 0 come first
-    if (turn >= 0) {
-        band = turn / (BAND_ROWS + num_tiles);
-        item = turn % (BAND_ROWS + num_tiles);
-        if (band == num_bands - 1) { item += BAND_ROWS; } // nothing comes after the last band but its tiles
-        if (item < BAND_ROWS) { band++; }
-    }
-    if (item < BAND_ROWS) {
-        if (band * BAND_ROWS + item < a.rows) { classifier_fp8_loss(a, band * BAND_ROWS + item); }
+    int lag = min(BAND_LAG, num_bands), both = BAND_ROWS + num_tiles;
+    int turn = shared_ticket - lag * BAND_ROWS, end = turn - (num_bands - lag) * both;
+    int row = -1, band = 0, tile = 0;
+    if (turn < 0) {
+        row = shared_ticket;
+    } else if (end >= 0) { // all losses are given out
+        band = num_bands - lag + end / num_tiles;
+        tile = end % num_tiles;
     } else {
-        classifier_fp8_tile(a, band, item - BAND_ROWS);
+        band = turn / both;
+        tile = turn % both - BAND_ROWS;
+        if (tile < 0) { row = (band + lag) * BAND_ROWS + tile + BAND_ROWS; }
+    }
+    if (row < 0) {
+        classifier_fp8_tile(a, band, tile);
+    } else if (row < a.rows) {
+        classifier_fp8_loss(a, row);
     }
     if (shared_ticket == 0 && threadIdx.x == 0) { a.slot->descale = 1.0f / a.slot->scale; }
 }
@@ -264,10 +280,12 @@ static inline void classifier_fp8(Device* dev, E5m2Tensor dlogits, float* losses
     check(dlogits.wide == NULL, "classifier: dlogits in FP8 and BF16, want one of them");
     int num_bands = (int)ceil_div((size_t)rows, BAND_ROWS), num_tiles = (int)ceil_div((size_t)Vp, BAND_COLS);
     size_t num_tickets = 1 + (size_t)num_bands;
-    int* tickets = (int*)workspace_floats(dev, "classifier", num_tickets);
+    float* scratch = workspace_floats(dev, "classifier", 2 * (size_t)rows + num_tickets);
+    float2* rows_softmax = (float2*)scratch;
+    int* tickets = (int*)(scratch + 2 * (size_t)rows);
     cuda_check(cudaMemsetAsync(tickets, 0, num_tickets * sizeof(int), dev->stream));
     ClassifierFp8 args = {(uint8_t*)dlogits.data, (uint8_t*)dlogits.transposed, dlogits.slot, losses, logits, targets,
-                          tickets, dloss, rows, V, Vp};
+                          rows_softmax, tickets, dloss, rows, V, Vp};
     int blocks = num_bands * (BAND_ROWS + num_tiles);
     classifier_fp8_kernel<<<blocks, BAND_THREADS, 0, dev->stream>>>(args, num_bands, num_tiles);
     cuda_check(cudaGetLastError());
