@@ -1,5 +1,5 @@
-// Softmax cross-entropy with its gradient (in place, or in FP8 twice), and the loss alone, on the vocabularies of GPT-2 and
-// of bytes.
+// Softmax cross-entropy with its gradient (in place, or in FP8 twice), and the loss alone, on the vocabularies of GPT-2
+// and of bytes.
 //
 //     bench-classifier
 #include "../lib/classifier.cuh"

@@ -321,16 +321,15 @@ typedef struct {
     double mean; // of the inputs: far from zero, a variance from a difference of squares would fall apart
 } LayerNormShape;
 
-// On the GPU: tiles of 32 rows, from 8448 rows on 64; from 2064 columns on clusters of 2, 4 and 8 blocks, the last one with
-// fewer columns or not; more tiles than blocks that run at once.
-static const LayerNormShape layernorm_shapes[] = {{16, 16, 0},     {48, 48, 0.5},  {64, 64, 16},    {208, 768, 0},
-                                                  {32, 1600, 3},   {32, 2048, 0},  {48, 2064, 0.5}, {16, 4112, 0},
-                                                  {16, 8208, 0},   {16, 12288, 3}, {8464, 16, 0},   {112, 4096, 0},
-                                                  {1008, 768, 0},  {43024, 16, 0}};
+// On an H200: tiles of 32 rows, from 8448 rows on 64; above 2048 columns clusters of 2, 4 and 8 blocks, the last one
+// with fewer columns or not; more tiles than blocks that run at once.
+static const LayerNormShape layernorm_shapes[] = {
+    {16, 16, 0},   {48, 48, 0.5}, {64, 64, 16},   {208, 768, 0}, {32, 1600, 3},  {32, 2048, 0},  {48, 2064, 0.5},
+    {16, 4112, 0}, {16, 8208, 0}, {16, 12288, 3}, {8464, 16, 0}, {112, 4096, 0}, {1008, 768, 0}, {43024, 16, 0}};
 enum { NUM_LAYERNORM_SHAPES = 14 };
 // BF16 only: columns that are no multiple of 16
-static const LayerNormShape layernorm_wide_shapes[] = {{1, 8, 0},     {43003, 8, 0}, {37, 776, 0},
-                                                       {45, 2056, 3}, {13, 8200, 0}};
+static const LayerNormShape layernorm_wide_shapes[] = {
+    {1, 8, 0}, {43003, 8, 0}, {37, 776, 0}, {45, 2056, 3}, {13, 8200, 0}};
 enum { NUM_LAYERNORM_WIDE_SHAPES = 5 };
 
 // With a branch: sum is written and normalised. Without (branch NULL): `in` is normalised.
@@ -1173,10 +1172,10 @@ static void classifier_case(int rows, int V, int Vp, int with_gradient, double d
     arena_free(&arena);
 }
 
-// The gradient in FP8 against FP64: every code that of the exact value or its neighbour, and few of the latter. The scale
-// is the program's: dloss becomes 2^15. `deviation` 3 gives probabilities from below 2^-32 (which become 0) to 1.
-// A floor may find p from the log-sum-exp s, by way of 4 roundings of numbers up to s / ln 2: a relative error of p of up
-// to 2^-24 * 4 / ln 2 * s, far below a step of E5M2 unless p - 1 cancels: there it is allowed as it is.
+// The gradient in FP8 against FP64: every code that of the exact value or its neighbour, and few of the latter. The
+// scale is the program's: dloss becomes 2^15. `deviation` 3 gives probabilities from below 2^-32 (which become 0) to 1.
+// A floor may find p from the log-sum-exp s, by way of 4 roundings of numbers up to s / ln 2: a relative error of p of
+// up to 2^-24 * 4 / ln 2 * s, far below a step of E5M2 unless p - 1 cancels: there it is allowed as it is.
 static void classifier_fp8_case(int rows, int V, int Vp, double deviation) {
     Arena arena = {};
     size_t n = (size_t)rows * Vp;
@@ -1246,8 +1245,8 @@ static void classifier_fp8_case(int rows, int V, int Vp, double deviation) {
 
 static void ops_classifier_fp8(void) {
     if (op_test_skipped()) { return; }
-    int shapes[][3] = {{16, 1, 128},   {64, 128, 128}, {80, 257, 384},  {208, 300, 304},  {16, 5, 16},
-                       {32, 100, 272}, {256, 17, 32},  {272, 17, 48},   {48, 8191, 8192}, {144, 50257, 50304}};
+    int shapes[][3] = {{16, 1, 128},   {64, 128, 128}, {80, 257, 384}, {208, 300, 304},  {16, 5, 16},
+                       {32, 100, 272}, {256, 17, 32},  {272, 17, 48},  {48, 8191, 8192}, {144, 50257, 50304}};
     for (int i = 0; i < (op_floors.thorough ? 10 : 9); i++) {
         classifier_fp8_case(shapes[i][0], shapes[i][1], shapes[i][2], 3.0);
     }
@@ -1258,9 +1257,9 @@ static void ops_classifier_fp8(void) {
 static void ops_classifier(void) {
     if (op_test_skipped()) { return; }
     // 115712 is the longest row that an H200 keeps in shared memory
-    int shapes[][3] = {{1, 1, 128},      {7, 128, 128},      {17, 257, 384},      {64, 300, 384},
-                       {3, 1, 8},        {9, 1001, 1016},    {2, 115700, 115712}, {2, 115713, 115720},
-                       {33, 8191, 8192}, {5, 50257, 50304},  {129, 50257, 50304}};
+    int shapes[][3] = {{1, 1, 128},      {7, 128, 128},     {17, 257, 384},      {64, 300, 384},
+                       {3, 1, 8},        {9, 1001, 1016},   {2, 115700, 115712}, {2, 115713, 115720},
+                       {33, 8191, 8192}, {5, 50257, 50304}, {129, 50257, 50304}};
     for (int i = 0; i < (op_floors.thorough ? 11 : 10); i++) {
         for (int with_gradient = 0; with_gradient < 2; with_gradient++) {
             classifier_case(shapes[i][0], shapes[i][1], shapes[i][2], with_gradient, 3.0);

@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS, 2)
     }
 }
 
-// The FP8 gradient works on bands of 64 rows: first one block per row makes the losses of a band, then one block per tile
-// of 64 x 128 logits its gradient, so that both copies leave in whole sectors.
+// The FP8 gradient works on bands of 64 rows: first one block per row makes the losses of a band, then one block per
+// tile of 64 x 128 logits its gradient, so that both copies leave in whole sectors.
 #define BAND_ROWS 64
 #define BAND_LOG2_WORDS 4 // 64 rows / 4
 #define BAND_COLS 128
@@ -154,7 +154,7 @@ typedef struct {
     float* losses;
     const bf16* logits;
     const int* targets;
-    float2* rows_softmax; // (rows) maximum as in Softmax; factor that turns 2^(x log2(e) - maximum) into scaled gradients
+    float2* rows_softmax; // (rows) maximum as in Softmax; factor: 2^(x log2(e) - maximum) -> scaled gradient
     int* tickets; // [0]: blocks that started; [1 + band]: rows of the band whose loss is there. All zero at the launch
     float dloss;
     int rows, V, Vp;
@@ -302,7 +302,8 @@ void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, co
         classifier_fp8(dev, dlogits, losses, logits, targets, dloss, rows, V, Vp);
         return;
     }
-    check(!with_gradient || dlogits.wide == logits, "classifier: dlogits in BF16 replace the logits, found another place");
+    check(!with_gradient || dlogits.wide == logits,
+          "classifier: dlogits in BF16 replace the logits, found another place");
     size_t row_bytes = (size_t)Vp * sizeof(bf16);
     size_t most = dev->properties.sharedMemPerBlockOptin - 1024; // the kernel's own fixed part is small
     int cached = with_gradient && row_bytes <= most;
