@@ -289,9 +289,8 @@ static __device__ __forceinline__ void wgmma_dq_loop(uint32_t shared, float* dq,
 
 // dk and dv of dqkv (B, T, 3, NH, 64) BF16, and dq (B NH, num_blocks, 128 x 64 in the order of the registers) FP32,
 // not scaled.
-//   flops    5 products, 5 B NH T^2 HS: 258 G at B,NH,T,HS = 64,12,1024,64, 261 us at 989 TFLOP/s; blocks on the
-//   diagonal
-//            are computed whole: 1 + 128 / T of that
+//   flops    5 products, 5 B NH T^2 HS: 258 G at B,NH,T,HS = 64,12,1024,64, 261 us at 989 TFLOP/s; blocks on
+//            the diagonal are computed whole: 1 + 128 / T of that
 //   bytes    16 B T NH HS, and dq: 4 B T NH HS written, and added to in L2 T / 256 times
 //   numerics P from lse in FP32, rounded to BF16 for dv; dS from the unrounded P, rounded to BF16; FP32 accumulators,
 //            dk and dv rounded once
@@ -338,8 +337,7 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
         const int C = NH * WGMMA_HS;
         const int stats_lane = WGMMA_AT_STATS / 4 + (lane % 4) * 2;
         const int limit = 16 * warp + lane / 4 - (lane % 4) * 2; // key - query of this lane's first element
-        // this lane's address for stmatrix: lanes 0-7, 8-15 rows 0-7, 8-15 of the warp's 16 keys; lanes 16.. the next
-        // chunk
+        // this lane's address for stmatrix: lanes 0-7, 8-15 rows 0-7, 8-15 of the warp's; lanes 16.. the next chunk
         const int ds_row = 16 * warp + (lane & 15), ds_chunk = lane >> 4, ds_swizzle = lane & 7;
         const uint32_t ds_lane = shared + WGMMA_AT_DS + ds_row * 128;
         int step = 0;
