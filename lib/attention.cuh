@@ -90,6 +90,8 @@ void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int 
     attention_check_shape("attention_forward", B, T, NH, HS);
     if (attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
         CudnnAttentionShape shape = {B, T, NH, HS};
+        // NOTE: not the bytes of both passes. A text sample may be longer than what the workspace was made for
+        bytes = cudnn_attention_forward_bytes(dev->cudnn, shape);
         attention_check_workspace(dev, "attention_forward", bytes, B, T, NH, HS);
         cudnn_attention_forward(dev->cudnn, dev->stream, dev->workspace, out, lse, qkv, shape);
     } else {

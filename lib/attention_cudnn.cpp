@@ -71,7 +71,7 @@ typedef struct {
     CudnnAttentionShape shape;
     int with_backward; // 0: there is only `forward`
     std::shared_ptr<fe::graph::Graph> forward, backward;
-    size_t workspace_bytes; // of the larger of the two
+    size_t forward_bytes, workspace_bytes; // workspace of the forward pass, of the larger of the two
     int supported;
     std::string reason; // why not
 } CudnnAttentionPlan;
@@ -263,6 +263,7 @@ int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int w
             made.supported = 0;
             made.reason = e.what();
         }
+        made.forward_bytes = forward_bytes;
         made.workspace_bytes = forward_bytes > backward_bytes ? forward_bytes : backward_bytes;
         cudnn->plans.push_back(made);
         plan = &cudnn->plans.back();
@@ -295,6 +296,10 @@ static CudnnAttentionPlan* planned(CudnnAttention* cudnn, CudnnAttentionShape s,
     check(plan != NULL && plan->supported, "cuDNN: attention B, T, NH, HS = %d, %d, %d, %d was not planned", s.B, s.T,
           s.NH, s.HS);
     return plan;
+}
+
+size_t cudnn_attention_forward_bytes(CudnnAttention* cudnn, CudnnAttentionShape shape) {
+    return planned(cudnn, shape, 0)->forward_bytes;
 }
 
 void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace, void* out, float* lse,

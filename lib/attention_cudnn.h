@@ -43,7 +43,10 @@ void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int deterministic)
 int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward, size_t* workspace_bytes,
                          char* reason, size_t reason_bytes);
 
-// out and lse, or dqkv, of a shape that was planned; `workspace` has at least the planned bytes. Asynchronous.
+// What the forward pass alone needs, of a shape that was planned.
+size_t cudnn_attention_forward_bytes(CudnnAttention* cudnn, CudnnAttentionShape shape);
+
+// out and lse, or dqkv, of a shape that was planned; `workspace` has at least the bytes of the pass. Asynchronous.
 void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace, void* out, float* lse,
                              const void* qkv, CudnnAttentionShape shape);
 void cudnn_attention_backward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace,
@@ -75,6 +78,11 @@ static inline int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShap
     (void)with_backward;
     *workspace_bytes = 0;
     snprintf(reason, reason_bytes, "built without cuDNN");
+    return 0;
+}
+
+static inline size_t cudnn_attention_forward_bytes(CudnnAttention* cudnn, CudnnAttentionShape shape) {
+    (void)cudnn, (void)shape;
     return 0;
 }
 
