@@ -484,6 +484,9 @@ static void truth_bf16_cudnn_gpu(void) {
 static void truth_fp8_cudnn_gpu(void) {
     truth_on_gpu("--attention cudnn --precision fp8", PRECISION_FP8);
 }
+static void truth_bf16_auto_gpu(void) {
+    truth_on_gpu("--attention auto --precision bf16", PRECISION_BF16); // perhaps cuDNN forward, ours backward
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // small random models, with branches as large as the stream, so that every room of the model matters
@@ -1197,6 +1200,7 @@ static const NamedTest model_tests[] = {
     {"truth_fp8_head_gpu", truth_fp8_head_gpu},
     {"truth_bf16_cudnn_gpu", truth_bf16_cudnn_gpu},
     {"truth_fp8_cudnn_gpu", truth_fp8_cudnn_gpu},
+    {"truth_bf16_auto_gpu", truth_bf16_auto_gpu},
     {"model_finite_differences_fp32", finite_differences_fp32},
     {"model_variants_near_fp32_cpu", variants_near_fp32_cpu},
     {"model_variants_slots_cpu", variants_slots_cpu},
