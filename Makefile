@@ -97,7 +97,7 @@ CUDNN_STATUS = cuDNN attention: $(strip $(if $(filter-out 1,$(CUDNN)),left out (
 
 train_gpt_fp8: train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc ## the GPU program (default target)
 	@echo "$(CUDNN_STATUS)"
-	$(NVCC) $(NVCC_FLAGS) -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS)
+	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS) -lgomp
 
 cudnn-status:
 	@echo "$(CUDNN_STATUS)"

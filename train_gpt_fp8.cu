@@ -876,7 +876,11 @@ static void start_weights(Model* model, float* values) {
     if (values == NULL) {
         values = (float*)malloc_or_die(model->table.num_parameters * sizeof(float));
         checkpoint_init_model(values, &model->config, (uint32_t)model->train->seed);
-        for (size_t i = 0; i < model->table.num_parameters; i++) {
+        long long n = (long long)model->table.num_parameters;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+        for (long long i = 0; i < n; i++) {
             values[i] = bf16_round(values[i]); // llm.c's masters start from BF16 weights
         }
     }

@@ -84,25 +84,54 @@ static inline void mt_seed(Mt19937* mt, uint32_t seed) {
     mt->next = MT_SIZE;
 }
 
-// 32 random bits.
-static inline uint32_t mt_next(Mt19937* mt) {
-    if (mt->next >= MT_SIZE) {
-        for (int i = 0; i < MT_SIZE; i++) {
-            uint32_t joined = (mt->state[i] & 0x80000000u) | (mt->state[(i + 1) % MT_SIZE] & 0x7FFFFFFFu);
-            uint32_t twist = (joined & 1u) ? 0x9908B0DFu : 0u;
-            mt->state[i] = mt->state[(i + 397) % MT_SIZE] ^ (joined >> 1) ^ twist;
-        }
-        mt->next = 0;
+static inline uint32_t mt_twist(uint32_t high, uint32_t low, uint32_t far) {
+    uint32_t joined = (high & 0x80000000u) | (low & 0x7FFFFFFFu);
+    return far ^ (joined >> 1) ^ (0x9908B0DFu & -(joined & 1u));
+}
+
+// The next MT_SIZE words. Two loops without a modulo, which compilers vectorise: a large model draws 10^10 words.
+static inline void mt_refill(Mt19937* mt) {
+    uint32_t* s = mt->state;
+    for (int i = 0; i < MT_SIZE - 397; i++) {
+        s[i] = mt_twist(s[i], s[i + 1], s[i + 397]);
     }
-    uint32_t y = mt->state[mt->next++];
+    for (int i = MT_SIZE - 397; i < MT_SIZE - 1; i++) {
+        s[i] = mt_twist(s[i], s[i + 1], s[i + 397 - MT_SIZE]);
+    }
+    s[MT_SIZE - 1] = mt_twist(s[MT_SIZE - 1], s[0], s[396]);
+    mt->next = 0;
+}
+
+static inline uint32_t mt_temper(uint32_t y) {
     y ^= y >> 11;
     y ^= (y << 7) & 0x9D2C5680u;
     y ^= (y << 15) & 0xEFC60000u;
     return y ^ (y >> 18);
 }
 
+// 32 random bits.
+static inline uint32_t mt_next(Mt19937* mt) {
+    if (mt->next >= MT_SIZE) { mt_refill(mt); }
+    return mt_temper(mt->state[mt->next++]);
+}
+
 // Uniform in [0, 1): the low 24 bits of one draw.
-static inline float mt_uniform(Mt19937* mt) { return (float)(mt_next(mt) & 0xFFFFFFu) * 0x1p-24f; }
+static inline float mt_uniform_of(uint32_t bits) { return (float)(int)(bits & 0xFFFFFFu) * 0x1p-24f; }
+static inline float mt_uniform(Mt19937* mt) { return mt_uniform_of(mt_next(mt)); }
+
+// x (n): n draws of mt_uniform.
+static inline void mt_uniforms(Mt19937* mt, float* x, size_t n) {
+    for (size_t done = 0; done < n;) {
+        if (mt->next >= MT_SIZE) { mt_refill(mt); }
+        size_t held = (size_t)(MT_SIZE - mt->next), count = n - done < held ? n - done : held;
+        const uint32_t* words = mt->state + mt->next;
+        for (size_t i = 0; i < count; i++) {
+            x[done + i] = mt_uniform_of(mt_temper(words[i]));
+        }
+        mt->next += (int)count;
+        done += count;
+    }
+}
 
 // Uniform in [0, 1): the low 53 bits of two draws, the first one high.
 static inline double mt_uniform_double(Mt19937* mt) {
@@ -139,9 +168,7 @@ static inline void mt_normal(Mt19937* mt, float* x, size_t n, float mean, float 
         }
         return;
     }
-    for (size_t i = 0; i < n; i++) { // the draws are one chain, the groups of 16 below are not
-        x[i] = mt_uniform(mt);
-    }
+    mt_uniforms(mt, x, n); // the draws are one chain, the groups of 16 below are not
     long long num_groups = (long long)(n / 16);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static)
@@ -150,9 +177,7 @@ static inline void mt_normal(Mt19937* mt, float* x, size_t n, float mean, float 
         mt_box_muller_16(x + 16 * group, mean, deviation);
     }
     if (n % 16 != 0) {
-        for (size_t i = n - 16; i < n; i++) {
-            x[i] = mt_uniform(mt);
-        }
+        mt_uniforms(mt, x + n - 16, 16);
         mt_box_muller_16(x + n - 16, mean, deviation);
     }
 }
