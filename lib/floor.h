@@ -213,7 +213,10 @@ void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, 
 void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accumulate, int rows, int C, int OC);
 size_t matmul_workspace_bytes(void);
 // FP8 products of these roles (bits) may use the tensor cores' fast accumulation from here on: 14 bits of accumulator
-// instead of 23. A new Device has FAST_ACCUM_FORWARD. CPU: no effect, its sums are FP32.
+// instead of 23. A new Device has FAST_ACCUM_FORWARD. CPU: no effect, its sums are FP32. Sums of more terms than
+// FAST_ACCUM_MAX_K are never fast: the LM head's dgrad adds one target's -1 and 50,000 probabilities, most of which are
+// below 2^-13 of it and would vanish.
+enum { FAST_ACCUM_MAX_K = 16384 };
 enum { FAST_ACCUM_FORWARD = 1, FAST_ACCUM_DGRAD = 2, FAST_ACCUM_WGRAD = 4 };
 void matmul_set_fast_accum(Device* dev, int roles);
 // From here on, time the library's algorithms at the first product of each shape, keep the fastest, and remember it in

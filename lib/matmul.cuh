@@ -384,12 +384,12 @@ static inline const float* matmul_descale(int fp8, const ScaleSlot* slot) {
     return fp8 ? &slot->descale : NULL;
 }
 
-// May an FP8 product of this role accumulate fast?
-static inline int matmul_is_fast(Device* dev, MatmulRole role, int fp8) {
+// May an FP8 product of this role with sums of K terms accumulate fast?
+static inline int matmul_is_fast(Device* dev, MatmulRole role, int fp8, int K) {
     static_assert(FAST_ACCUM_FORWARD == 1 << MATMUL_FORWARD && FAST_ACCUM_DGRAD == 1 << MATMUL_DGRAD &&
                   FAST_ACCUM_WGRAD == 1 << MATMUL_WGRAD, "one bit per role");
     int roles = FAST_ACCUM_FORWARD ^ matmul_plans(dev)->toggled_roles;
-    return fp8 && (roles >> role & 1);
+    return fp8 && (roles >> role & 1) && K <= FAST_ACCUM_MAX_K;
 }
 
 static inline void matmul_run(Device* dev, const MatmulCall* call) {
@@ -423,7 +423,7 @@ void matmul_forward(Device* dev, bf16* y, E4m3Tensor x, E4m3Tensor w, const bf16
     int fp8 = w.data != NULL;
     cost_matmul_forward(dev, fp8, rows, C, OC);
     MatmulCall call = {};
-    call.key = {MATMUL_FORWARD, fp8, bias != NULL, rows, C, OC, matmul_is_fast(dev, MATMUL_FORWARD, fp8)};
+    call.key = {MATMUL_FORWARD, fp8, bias != NULL, rows, C, OC, matmul_is_fast(dev, MATMUL_FORWARD, fp8, C)};
     call.d = y;
     call.a = fp8 ? (const void*)w.data : w.wide;
     call.b = fp8 ? (const void*)x.data : x.wide;
@@ -438,7 +438,7 @@ void matmul_dgrad(Device* dev, bf16* dx, E5m2Tensor dy, E4m3Tensor w, int rows, 
     int fp8 = w.data != NULL || w.transposed != NULL;
     cost_matmul_dgrad(dev, fp8, rows, C, OC);
     MatmulCall call = {};
-    call.key = {MATMUL_DGRAD, fp8, 0, rows, C, OC, matmul_is_fast(dev, MATMUL_DGRAD, fp8)};
+    call.key = {MATMUL_DGRAD, fp8, 0, rows, C, OC, matmul_is_fast(dev, MATMUL_DGRAD, fp8, OC)};
     call.d = dx;
     call.a = fp8 ? (const void*)w.transposed : w.wide;
     call.b = fp8 ? (const void*)dy.data : dy.wide;
@@ -453,7 +453,7 @@ void matmul_wgrad(Device* dev, float* dw, E5m2Tensor dy, E4m3Tensor x, int accum
     int fp8 = x.transposed != NULL;
     cost_matmul_wgrad(dev, fp8, accumulate, rows, C, OC);
     MatmulCall call = {};
-    call.key = {MATMUL_WGRAD, fp8, 0, rows, C, OC, matmul_is_fast(dev, MATMUL_WGRAD, fp8)};
+    call.key = {MATMUL_WGRAD, fp8, 0, rows, C, OC, matmul_is_fast(dev, MATMUL_WGRAD, fp8, rows)};
     call.d = dw;
     call.a = fp8 ? (const void*)x.transposed : x.wide;
     call.b = fp8 ? (const void*)dy.transposed : dy.wide;
