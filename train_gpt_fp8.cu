@@ -1060,7 +1060,8 @@ static int train_loop(Run* run, Model* model) {
 static void set_matmul(Device* dev, const TrainConfig* train) {
     char path[1024];
     matmul_set_fast_accum(dev, train->fast_accum);
-    matmul_set_autotune(dev, train->autotune ? config_autotune_cache(train, path, sizeof(path)) : NULL);
+    int autotune = train->autotune && matmul_can_autotune();
+    matmul_set_autotune(dev, autotune ? config_autotune_cache(train, path, sizeof(path)) : NULL);
 }
 
 #ifndef TESTING

@@ -229,7 +229,7 @@ static inline const Flag* config_flags(int* count) {
          "the LM head (logits, their gradients) in FP8, too"},
         {"fast-accum", NULL, FLAG_SET, FLAG_OF_RUN, FLAG_AT(fast_accum), "forward", 0, 0, "forward|dgrad|wgrad", "LIST",
          "FP8 products that may add with 14 bits instead of FP32's 23: faster; none: all add in FP32"},
-        {"autotune", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(autotune), "off", 0, 0, "off|on", "KIND",
+        {"autotune", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(autotune), "on", 0, 0, "off|on", "KIND",
          "on: time the algorithms of every matrix product once and keep the fastest; off: the library's first choice"},
         {"autotune-cache", NULL, FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(autotune_cache), "", 0, 0, NULL, "FILE",
          "remembers them, so that runs repeat; none: matmul.txt in $XDG_CACHE_HOME or ~/.cache, in train_gpt_fp8/"},

@@ -221,8 +221,9 @@ enum { FAST_ACCUM_FORWARD = 1, FAST_ACCUM_DGRAD = 2, FAST_ACCUM_WGRAD = 4 };
 void matmul_set_fast_accum(Device* dev, int roles);
 // From here on, time the library's algorithms at the first product of each shape, keep the fastest, and remember it in
 // the text file `cache_path`, where the next run finds it: the same choice, the same bits. NULL: the library's first
-// suggestion. A file that cannot be used is one warning: then choices last as long as the Device. CPU: no effect.
+// suggestion. A file that cannot be used is one warning: then choices last as long as the Device.
 void matmul_set_autotune(Device* dev, const char* cache_path);
+int matmul_can_autotune(void); // CPU: 0, there is nothing to choose
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention.cuh: causal attention, softmax(q k^T / sqrt(HS)) v, never storing (T, T). FlashAttention-2 (Dao 2023).

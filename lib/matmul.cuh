@@ -485,6 +485,8 @@ void matmul_release(Device* dev) {
 
 void matmul_set_fast_accum(Device* dev, int roles) { matmul_plans(dev)->toggled_roles = FAST_ACCUM_FORWARD ^ roles; }
 
+int matmul_can_autotune(void) { return 1; }
+
 // Plans made before are dropped. Ranks may share the file: the first to meet a shape chooses, the others wait and read.
 // NOTE: the first product of a shape then synchronises with the host, and for wgrad allocates another dw for a moment.
 void matmul_set_autotune(Device* dev, const char* cache_path) {

@@ -698,6 +698,7 @@ size_t matmul_workspace_bytes(void) { return 0; }
 void matmul_set_fast_accum(Device* dev, int roles) { (void)dev, (void)roles; }
 
 void matmul_set_autotune(Device* dev, const char* cache_path) { (void)dev, (void)cache_path; }
+int matmul_can_autotune(void) { return 0; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention: one (batch, head) per task, ATTENTION_ROWS queries at a time against all keys before them, so that a

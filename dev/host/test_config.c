@@ -73,7 +73,7 @@ static void test_defaults_are_llmcs(void) {
     expect(t.overfit_single_batch == 0 && t.output_dir[0] == 0 && t.zero_stage == 0 && t.seed == 42, "run");
     expect(t.precision == PRECISION_FP8 && t.recipe == RECIPE_DELAYED && t.amax_history == 1024 &&
            t.amax_algo == 0 /* max */ && t.margin == 0 && t.headroom == 1.0f && t.max_skips == 10, "numerics");
-    expect(t.fp8_lm_head == 0 && t.fast_accum == 1 /* forward */ && t.autotune == 0 && t.autotune_cache[0] == 0,
+    expect(t.fp8_lm_head == 0 && t.fast_accum == 1 /* forward */ && t.autotune == 1 && t.autotune_cache[0] == 0,
            "matrix products");
     expect(t.bf16_first_layers == 0 && t.bf16_last_layers == 0 && t.bf16_ops == 0 && t.attention == 0 /* auto */,
            "exceptions");
@@ -404,7 +404,7 @@ static void test_hash(void) {
     const char* lines[] = {"-i x", "-i x -o log -v 7 -s 9 -g 3 --threads 2 --log-every 5 --prompt a --floor-loss 1 "
                                    "--profile 2 --autotune-cache a.txt",
                            "-i y", "-i x -l 1e-3", "-i x -e d24", "-i x --seed 43", "-i x --bf16-ops fc", "-i x -b 8",
-                           "-i x --fp8-lm-head 1", "-i x --fast-accum none", "-i x --autotune on",
+                           "-i x --fp8-lm-head 1", "-i x --fast-accum none", "-i x --autotune off",
                            "-i x --bf16-layers 0,1", "-i x --bf16-layers 1,0", "-i x --precision bf16", "-i x -u 1"};
     enum { NUM_LINES = sizeof(lines) / sizeof(lines[0]) };
     uint64_t hash[NUM_LINES];
