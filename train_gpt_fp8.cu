@@ -587,8 +587,7 @@ static void gpt_forward(Model* model, const int* tokens, int B, int T) {
         // attention:  mid = in + proj(attention(qkv(ln1(in))))
         layernorm_forward(dev, a->x[LINEAR_QKV], a->ln1_stats, enter, w->ln1w, w->ln1b, BT, C);
         matmul_forward(dev, a->qkv, a->x[LINEAR_QKV], w->w[LINEAR_QKV], w->bias[LINEAR_QKV], BT, C, 3 * C);
-        attention_forward(dev, a->x[LINEAR_PROJ].wide, a->lse, a->qkv, B, T, NH, C / NH);
-        quantize_forward(dev, a->x[LINEAR_PROJ], BT, C);
+        attention_forward(dev, a->x[LINEAR_PROJ], a->lse, a->qkv, B, T, NH, C / NH);
         matmul_forward(dev, s->branch, a->x[LINEAR_PROJ], w->w[LINEAR_PROJ], NULL, BT, C, C);
         // mlp:        out = mid + fcproj(gelu(fc(ln2(mid))));  biases of proj, fc, fcproj are added by who reads next
         ResidualAdd middle = {a->mid, a->in, s->branch, w->bias[LINEAR_PROJ]};

@@ -7,6 +7,7 @@
 // TFLOP/s count useful work only: half of the (T, T) square, 2 products forward and 5 backward.
 #include "../lib/attention.cuh"
 #include "../lib/matmul.cuh" // device_free releases its plans
+#include "../lib/quantize.cuh"
 
 enum { REPEATS = 15, SEED_QKV = 1, SEED_DOUT = 2 };
 
@@ -21,6 +22,7 @@ typedef struct {
     bf16* dout; // (B*T, C)
     bf16* dqkv; // (B*T, 3C)
     float* lse; // (B, NH, T)
+    E4m3Tensor fp8; // out in all forms, scale trusted
 } Tensors;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -52,6 +54,13 @@ static Tensors tensors_create(Device* dev, Shape s) {
     t.dout = (bf16*)device_malloc(dev, num_out(s) * sizeof(bf16));
     t.dqkv = (bf16*)device_malloc(dev, 3 * num_out(s) * sizeof(bf16));
     t.lse = (float*)device_malloc(dev, num_lse(s) * sizeof(float));
+    E4m3Tensor fp8 = {t.out, (e4m3*)device_malloc(dev, num_out(s)), (e4m3*)device_malloc(dev, num_out(s)),
+                      (ScaleSlot*)device_malloc(dev, sizeof(ScaleSlot)), ScaleRecipe{}, 0, 1};
+    ScaleSlot slot = {};
+    slot.scale = 100.0f;
+    device_copy_in(dev, fp8.slot, &slot, sizeof(slot));
+    device_sync(dev);
+    t.fp8 = fp8;
     fill_kernel<<<2048, 256, 0, dev->stream>>>(t.qkv, 3 * num_out(s), SEED_QKV);
     fill_kernel<<<2048, 256, 0, dev->stream>>>(t.dout, num_out(s), SEED_DOUT);
     cuda_check(cudaGetLastError());
@@ -59,7 +68,7 @@ static Tensors tensors_create(Device* dev, Shape s) {
 }
 
 static void tensors_free(Device* dev, Tensors* t) {
-    void* all[] = {t->qkv, t->out, t->dout, t->dqkv, t->lse};
+    void* all[] = {t->qkv, t->out, t->dout, t->dqkv, t->lse, t->fp8.data, t->fp8.transposed, t->fp8.slot};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
         device_release(dev, all[i]);
     }
@@ -72,8 +81,9 @@ static void poison(Device* dev, const Tensors* t, Shape s) {
     cuda_check(cudaMemsetAsync(t->lse, 0xFF, num_lse(s) * sizeof(float), dev->stream));
 }
 
-static void forward(Device* dev, const Tensors* t, Shape s) {
-    attention_forward(dev, t->out, t->lse, t->qkv, s.B, s.T, s.NH, s.HS);
+static void forward(Device* dev, const Tensors* t, Shape s, int with_fp8) {
+    E4m3Tensor wide = {t->out, NULL, NULL, NULL, ScaleRecipe{}, 0, 0};
+    attention_forward(dev, with_fp8 ? t->fp8 : wide, t->lse, t->qkv, s.B, s.T, s.NH, s.HS);
 }
 
 static void backward(Device* dev, const Tensors* t, Shape s) {
@@ -230,8 +240,9 @@ static int compare_floats(const void* a, const void* b) {
     return (x > y) - (x < y);
 }
 
-// Median microseconds of the forward pass, or of forward + backward. The tensors are larger than the L2 cache.
-static float time_passes(Device* dev, const Tensors* t, Shape s, int with_backward) {
+// Median microseconds of the forward pass, with the FP8 forms of its output or without, or of forward + backward. The
+// tensors are larger than the L2 cache.
+static float time_passes(Device* dev, const Tensors* t, Shape s, int with_fp8, int with_backward) {
     float us[REPEATS];
     cudaEvent_t start, stop;
     cuda_check(cudaEventCreate(&start));
@@ -239,7 +250,7 @@ static float time_passes(Device* dev, const Tensors* t, Shape s, int with_backwa
     for (int r = -2; r < REPEATS; r++) {
         float ms = 0.0f;
         cuda_check(cudaEventRecord(start, dev->stream));
-        forward(dev, t, s);
+        forward(dev, t, s, with_fp8);
         if (with_backward) { backward(dev, t, s); }
         cuda_check(cudaEventRecord(stop, dev->stream));
         cuda_check(cudaEventSynchronize(stop));
@@ -260,7 +271,7 @@ static int bench_shape(Device* dev, const char* name, Shape s, int wants_same_bi
     Tensors t = tensors_create(dev, s);
     double errors[5];
     poison(dev, &t, s);
-    forward(dev, &t, s);
+    forward(dev, &t, s, 0);
     backward(dev, &t, s);
     device_sync(dev);
     int wrong = heads_check(dev, &t, s, errors), same = backward_repeats(dev, &t, s);
@@ -271,10 +282,10 @@ static int bench_shape(Device* dev, const char* name, Shape s, int wants_same_bi
     printf("%-24s %3d %3d %5d %4d | ", name, s.B, s.NH, s.T, s.HS);
     if (s.timed) {
         double product = (double)s.B * s.NH * s.T * s.T * s.HS; // 2 flops, half the square
-        float f = time_passes(dev, &t, s, 0), fb = time_passes(dev, &t, s, 1);
-        printf("%8.1f %6.0f | %8.1f %6.0f | ", f, 2.0 * product / f * 1e-6, fb, 7.0 * product / fb * 1e-6);
+        float f = time_passes(dev, &t, s, 0, 0), f8 = time_passes(dev, &t, s, 1, 0), fb = time_passes(dev, &t, s, 0, 1);
+        printf("%8.1f %6.0f | %8.1f | %8.1f %6.0f | ", f, 2.0 * product / f * 1e-6, f8, fb, 7.0 * product / fb * 1e-6);
     } else {
-        printf("%8s %6s | %8s %6s | ", "", "", "", "");
+        printf("%8s %6s | %8s | %8s %6s | ", "", "", "", "", "");
     }
     printf("%8.1f | %-4s | %.1e %.1e %.1e %.1e %.1e\n", (double)bytes / (1 << 20), same ? "yes" : "no", errors[0],
            errors[1], errors[2], errors[3], errors[4]);
@@ -295,10 +306,10 @@ int main(int argc, char** argv) {
     const Shape shapes[] = {{2, 97, 3, 64, 0},    {1, 257, 2, 80, 0},   {2, 64, 2, 16, 0},    {1, 200, 1, 128, 0},
                             {64, 1024, 12, 64, 1}, {16, 1024, 25, 64, 1}, {8, 2048, 32, 128, 1}};
     int wrong = 0;
-    printf("%s\n%-24s %3s %3s %5s %4s | %8s %6s | %8s %6s | %8s | %-4s | relative errors (lse: absolute)\n",
-           device_name(dev), "", "B", "H", "T", "D", "fwd us", "TFLOP", "f+b us", "TFLOP", "work MiB", "same");
-    printf("%-24s %3s %3s %5s %4s | %8s %6s | %8s %6s | %8s | %-4s | %-7s %-7s %-7s %-7s %-7s\n", "", "", "", "", "",
-           "", "/s", "", "/s", "", "bits", "out", "lse", "dq", "dk", "dv");
+    printf("%s\n%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %-4s | relative errors (lse: absolute)\n",
+           device_name(dev), "", "B", "H", "T", "D", "fwd us", "TFLOP", "with FP8", "f+b us", "TFLOP", "work MiB", "same");
+    printf("%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %-4s | %-7s %-7s %-7s %-7s %-7s\n", "", "", "", "", "",
+           "", "/s", "", "", "/s", "", "bits", "out", "lse", "dq", "dk", "dv");
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
         for (int kind = 0; kind < 4; kind++) { // builtin, auto, cuDNN deterministic, cuDNN not
             if (only[0] != 0 && strcmp(only, kind == 0 ? "builtin" : kind == 1 ? "auto" : "cudnn") != 0) { continue; }
@@ -322,8 +333,9 @@ int main(int argc, char** argv) {
                 continue;
             }
             if (kind > 1) { dev->attention = ATTENTION_CUDNN; }
-            snprintf(name, sizeof(name), "%s%s", kind == 1 ? "auto" : device_attention_name(dev),
-                     kind == 3 ? " any order" : "");
+            const char* version = dev->cudnn != NULL ? cudnn_attention_version(dev->cudnn) : "";
+            snprintf(name, sizeof(name), "%s%s%s", kind == 0 ? "builtin" : kind == 1 ? "auto" : "cudnn ",
+                     kind > 1 ? version : "", kind == 3 ? " any order" : "");
             wrong += bench_shape(dev, name, shapes[i], kind != 3);
         }
     }

@@ -6,6 +6,7 @@
 // The columns: microseconds, TFLOP/s and share of the dense peak of the format, FP8 over BF16, and the distance from
 // FP64 of both, diff = 1 - 2<x,y> / (|x|^2 + |y|^2). The chip is power-limited: compare within one run only.
 #include "../lib/attention.cuh" // device_create picks an attention
+#include "../lib/quantize.cuh"  // which may need it
 #include "../lib/matmul.cuh"
 #include "../lib/roofline.h"
 

@@ -188,7 +188,7 @@ static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
                      c->C, c->OC);
         break;
     case OP_ATTENTION_FORWARD:
-        attention_forward(dev, PROBE_BF16("out"), PROBE_F32("lse"), PROBE_BF16("qkv"), c->B, c->T, c->NH, c->HS);
+        attention_forward(dev, probe_e4m3(a, ""), PROBE_F32("lse"), PROBE_BF16("qkv"), c->B, c->T, c->NH, c->HS);
         break;
     case OP_ATTENTION_BACKWARD:
         attention_backward(dev, PROBE_BF16("dqkv"), PROBE_BF16("dout"), PROBE_BF16("out"), PROBE_F32("lse"),

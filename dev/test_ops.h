@@ -773,10 +773,10 @@ static void attention_case(int B, int T, int NH, int HS, double deviation) {
     snprintf(what, sizeof(what), "B %d, T %d, NH %d, HS %d, deviation %g", B, T, NH, HS, deviation);
     OpCall forward = op_call(OP_ATTENTION_FORWARD);
     forward.B = B, forward.T = T, forward.NH = NH, forward.HS = HS;
-    arg_add(&forward, "out", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * C), rows * C);
+    arg_add(&forward, "wide", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * C), rows * C);
     arg_add(&forward, "lse", ARG_F32, ARG_OUT, arena_floats(&arena, stats), stats);
     arg_add(&forward, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
-    Rule forward_rules[] = {rule_ignore("out"), rule_ignore("lse")};
+    Rule forward_rules[] = {rule_ignore("wide"), rule_ignore("lse")};
     OpOutcome f = run_case(&arena, what, &forward, forward_rules, 2);
 
     float *out = arena_floats(&arena, rows * C), *lse = arena_floats(&arena, stats);
@@ -807,7 +807,7 @@ static void attention_case(int B, int T, int NH, int HS, double deviation) {
     const OpCall *fs[2] = {&f.reference, &f.subject}, *bs[2] = {&b.reference, &b.subject};
     for (int i = 0; i < 2; i++) {
         const char* floor = i == 0 ? "CPU floor" : op_floors.subject->name;
-        double distance = relative_distance_f64(arg_floats(fs[i], "out"), out_truth, rows * C);
+        double distance = relative_distance_f64(arg_floats(fs[i], "wide"), out_truth, rows * C);
         expect(distance <= 0x1p-8, "%s: out of the %s is %.3g off, want %.3g", what, floor, distance, 0x1p-8);
         for (size_t k = 0; k < stats; k++) {
             double got = (double)arg_floats(fs[i], "lse")[k],
@@ -845,14 +845,14 @@ static void attention_chain(int B, int T, int NH, int HS, int times) {
     float *qkv = random_bf16(&arena, rows * 3 * C, 0, 1.0, 3), *dout = random_bf16(&arena, rows * C, 0, 1e-3, 4);
     OpCall forward = op_call(OP_ATTENTION_FORWARD);
     forward.B = B, forward.T = T, forward.NH = NH, forward.HS = HS;
-    arg_add(&forward, "out", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * C), rows * C);
+    arg_add(&forward, "wide", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * C), rows * C);
     arg_add(&forward, "lse", ARG_F32, ARG_OUT, arena_floats(&arena, stats), stats);
     arg_add(&forward, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
     op_floors.subject->op(op_floors.subject_device, &forward);
     expect(forward.broken[0] == 0, "%s: the %s %s", what, op_floors.subject->name, forward.broken);
     expect_no_poison(what, &forward);
 
-    float *out = arg_floats(&forward, "out"), *lse = arg_floats(&forward, "lse");
+    float *out = arg_floats(&forward, "wide"), *lse = arg_floats(&forward, "lse");
     OpCall call = op_call(OP_ATTENTION_BACKWARD);
     call.B = B, call.T = T, call.NH = NH, call.HS = HS;
     arg_add(&call, "dqkv", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * 3 * C), rows * 3 * C);
@@ -879,6 +879,44 @@ static void attention_chain(int B, int T, int NH, int HS, int times) {
     arena_free(&arena);
 }
 
+// Keys that grow along the sequence: the largest score of a row grows with every block of keys, by what exponentials
+// around an old maximum can still hold (growth 30: some 2^20 per 64 keys) or cannot (1000: 2^600). Forward only: P is one
+// key nearly, and its gradient a difference of equal numbers.
+static void attention_growth_case(int T, int HS, double growth) {
+    Arena arena = {};
+    int B = 2, NH = 2;
+    size_t rows = (size_t)B * T, C = (size_t)NH * HS, stats = rows * NH;
+    float* qkv = random_bf16(&arena, rows * 3 * C, 0, 1.0, 6);
+    for (size_t i = 0; i < rows * 3 * C; i++) {
+        if (i / C % 3 == 1) { qkv[i] = bf16_round((float)(qkv[i] * growth * (double)(i / (3 * C) % (size_t)T) / T)); }
+    }
+    double *out_truth = arena_doubles(&arena, rows * C), *lse_truth = arena_doubles(&arena, stats), score = 0.0;
+    attention_truth(out_truth, lse_truth, qkv, B, T, NH, HS);
+    for (size_t i = 0; i < stats; i++) {
+        score = fmax(score, fabs(lse_truth[i]));
+    }
+    char what[96];
+    snprintf(what, sizeof(what), "T %d, HS %d, growth %g", T, HS, growth);
+    OpCall call = op_call(OP_ATTENTION_FORWARD);
+    call.B = B, call.T = T, call.NH = NH, call.HS = HS;
+    arg_add(&call, "wide", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * C), rows * C);
+    arg_add(&call, "lse", ARG_F32, ARG_OUT, arena_floats(&arena, stats), stats);
+    arg_add(&call, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
+    Rule rules[] = {rule_ignore("wide"), rule_ignore("lse")};
+    OpOutcome outcome = run_case(&arena, what, &call, rules, 2);
+    const OpCall* calls[2] = {&outcome.reference, &outcome.subject};
+    for (int i = 0; i < 2; i++) {
+        double distance = relative_distance_f64(arg_floats(calls[i], "wide"), out_truth, rows * C);
+        expect(distance <= 0x1p-8, "%s: out is %.3g off, want %.3g", what, distance, 0x1p-8);
+        for (size_t k = 0; k < stats; k++) {
+            double got = (double)arg_floats(calls[i], "lse")[k], allowed = 0x1p-20 * (score + 20.0);
+            expect(fabs(got - lse_truth[k]) <= allowed, "%s: lse[%zu] = %.9g, want %.9g +- %.2g", what, k, got,
+                   lse_truth[k], allowed);
+        }
+    }
+    arena_free(&arena);
+}
+
 static void ops_attention(void) {
     if (op_test_skipped()) { return; }
     int lengths[] = {1, 17, 64, 100, 129}, head_sizes[] = {16, 48, 64, 80, 128};
@@ -896,6 +934,9 @@ static void ops_attention(void) {
         attention_case(shapes[i][0], shapes[i][1], shapes[i][2], 64, 1.0);
     }
     attention_case(2, 300, 1, 64, 4.0);
+    for (int i = 0; i < 4; i++) {
+        attention_growth_case(300, i / 2 ? 128 : 64, i % 2 ? 1000.0 : 30.0);
+    }
     attention_chain(3, 200, 2, 64, 4);
     if (op_floors.thorough) {
         attention_case(2, 1024, 2, 64, 1.0);
@@ -922,10 +963,14 @@ static void ops_attention_cudnn(void) {
         }
         attention_chain(3, 200, 2, 64, 4);
         attention_chain(2, 1024, 2, 64, 4);
-        // AUTO leaves the backward pass at head size 64 to the built-in kernels: cuDNN's by name
+        attention_chain(2, 300, 2, 128, 2);
+        // AUTO leaves some passes to the built-in kernels: cuDNN's by name
         op_floors.subject->device_close(op_floors.subject_device);
         op_floors.subject_device = op_floors.subject->device_open(0, 2); // ATTENTION_CUDNN
-        attention_case(2, 1024, 2, 64, 1.0);
+        for (int i = 0; i < 4; i++) {
+            attention_case(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], 1.0);
+        }
+        attention_chain(3, 200, 2, 64, 4);
     }
     op_floors.subject->device_close(op_floors.subject_device);
     op_floors.subject_device = builtin;
@@ -1118,6 +1163,62 @@ static void ops_quantize_forward(void) {
 }
 static void ops_quantize_backward(void) {
     quantize_cases(1);
+}
+
+// Attention's own FP8 forms are what quantize_forward makes of its BF16 output, to the bit: with a scale that is trusted
+// (then a kernel may write them on its way) or measured, wherever tiles of 64 and 128 tokens end, at all head sizes.
+static void attention_fp8_case(int B, int T, int NH, int HS) {
+    Arena arena = {};
+    size_t rows = (size_t)B * T, C = (size_t)NH * HS, n = rows * C, stats = rows * NH;
+    OpCall base = op_call(OP_ATTENTION_FORWARD);
+    base.B = B, base.T = T, base.NH = NH, base.HS = HS;
+    add_forms(&arena, &base, rows, C);
+    arg_add(&base, "lse", ARG_F32, ARG_OUT, arena_floats(&arena, stats), stats);
+    arg_add(&base, "qkv", ARG_BF16, ARG_IN, random_bf16(&arena, n * 3, 0, 1.0, 5), n * 3);
+    Rule rules[] = {rule_ignore("wide"), rule_ignore("data"), rule_ignore("transposed"), rule_ignore("lse"),
+                    rule_ignore("slot")};
+    for (int slot_case = 0; slot_case <= NUM_SLOT_CASES; slot_case++) { // the last: trusted, recorded, not measured
+        OpCall call = base;
+        int training = slot_case == NUM_SLOT_CASES;
+        ScaleSlot* slot =
+            slot_for(&arena, &call, training ? SLOT_TRUSTED_MEASURED : (SlotCase)slot_case, E4M3_MAX, 300.0f);
+        if (training) { call.measure_first = 0; }
+        arg_add(&call, "slot", ARG_SLOTS, ARG_INOUT, slot, 1);
+        char what[128];
+        snprintf(what, sizeof(what), "B %d, T %d, NH %d, HS %d, slot case %d", B, T, NH, HS, slot_case);
+        OpOutcome outcome = run_case(&arena, what, &call, rules, 5);
+        const OpCall* calls[2] = {&outcome.reference, &outcome.subject};
+        for (int k = 0; k < 2; k++) {
+            check_fp8_output(what, &call, calls[k], rows, C);
+            judge_quantized(what, &call, calls[k], arg_floats(calls[k], "wide"), n, 0);
+        }
+        for (int forms = 0; forms < 3; forms++) { // none, data only, transposed only
+            OpCall part = call;
+            if (!(forms & 1)) { part = call_without(&part, "data"); }
+            if (!(forms & 2)) { part = call_without(&part, "transposed"); }
+            if (forms == 0) { part = call_without(&part, "slot"); }
+            OpOutcome some = run_case(&arena, what, &part, rules, 5);
+            const char* names[] = {"wide", "lse", "data", "transposed"};
+            for (int i = 0; i < 4; i++) {
+                Arg* got = arg_find(&some.subject, names[i]);
+                if (got != NULL) { compare_exact(what, got, arg_find(&outcome.subject, names[i])); }
+            }
+        }
+    }
+    arena_free(&arena);
+}
+
+static void ops_attention_fp8(void) {
+    if (op_test_skipped()) { return; }
+    int shapes[][4] = {{1, 16, 1, 64},  {2, 64, 3, 64},  {3, 208, 2, 64},  {2, 272, 2, 128}, {1, 144, 1, 128},
+                       {16, 17, 2, 64}, {4, 100, 1, 128}, {2, 48, 2, 80}}; // B, T, NH, HS
+    for (int i = 0; i < 8; i++) {
+        attention_fp8_case(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3]);
+    }
+    if (op_floors.thorough) {
+        attention_fp8_case(3, 1040, 25, 64); // more tiles than places on the multiprocessors: several items per block
+        attention_fp8_case(2, 1024, 24, 128);
+    }
 }
 
 static void ops_quantize_backward_bf16_rows(void) { // a BF16 linear: any number of rows, only the bias gradient
@@ -1609,6 +1710,7 @@ static const NamedTest op_tests[] = {
     {"ops_matmul_wgrad", ops_matmul_wgrad},
     {"ops_attention", ops_attention},
     {"ops_attention_cudnn", ops_attention_cudnn},
+    {"ops_attention_fp8", ops_attention_fp8},
     {"ops_gelu_forward", ops_gelu_forward},
     {"ops_gelu_backward", ops_gelu_backward},
     {"ops_quantize_forward", ops_quantize_forward},

@@ -3,9 +3,10 @@
 //
 //   --attention builtin   our kernels, always
 //   --attention cudnn     cuDNN; an error when it is missing, or for a shape that it cannot do
-//   --attention auto      cuDNN where it is found and can do the shape, else our kernels; but the backward pass at head
-//                         size 64 is always ours: faster than cuDNN's in a fixed order (dev/README.md has the times), and
-//                         without its (T, T) matrix per head
+//   --attention auto      per pass and head size what is faster (dev/README.md has the times). Ours are the forward
+//                         pass at head sizes 64 and 128, which also leaves the FP8 forms of its output, and the
+//                         backward pass at 64, which needs no (T, T) matrix per head. Else cuDNN where it is found and
+//                         can do the shape
 //
 // Both read qkv and write out and dqkv in the same places, keep the same lse, and give the same bits on every run.
 #ifndef ATTENTION_CUH
@@ -30,7 +31,8 @@ void attention_select(Device* dev, AttentionKind kind) {
           reason);
     if (dev->cudnn == NULL) { return; }
     dev->attention = kind;
-    snprintf(dev->attention_name, sizeof(dev->attention_name), "cudnn %s", cudnn_attention_version(dev->cudnn));
+    snprintf(dev->attention_name, sizeof(dev->attention_name), "cudnn %s%s", cudnn_attention_version(dev->cudnn),
+             kind == ATTENTION_AUTO ? " and builtin" : "");
 }
 
 // Called by device_free.
@@ -45,7 +47,10 @@ static inline void attention_check_shape(const char* who, int B, int T, int NH, 
           "%s: B, T, NH, HS = %d, %d, %d, %d, want HS a multiple of 16 and at most 128", who, B, T, NH, HS);
 }
 
-// Is the backward pass ours although cuDNN does the shape?
+// Is a pass ours although cuDNN does the shape? Where ours was measured to be faster: dev/README.md.
+static inline int attention_forward_is_ours(const Device* dev, int HS) {
+    return dev->attention == ATTENTION_AUTO && (HS == 64 || HS == 128);
+}
 static inline int attention_backward_is_ours(const Device* dev, int HS) {
     return dev->attention == ATTENTION_AUTO && HS == WGMMA_HS;
 }
@@ -60,7 +65,7 @@ static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS
     if (cudnn_attention_plan(dev->cudnn, shape, with_backward, workspace_bytes, reason, sizeof(reason))) { return 1; }
     check(dev->attention == ATTENTION_AUTO, "--attention cudnn: B, T, NH, HS = %d, %d, %d, %d: %s", B, T, NH, HS,
           reason);
-    if (strstr(dev->attention_name, "builtin") == NULL) {
+    if (strstr(dev->attention_name, "builtin for") == NULL) {
         size_t length = strlen(dev->attention_name);
         snprintf(dev->attention_name + length, sizeof(dev->attention_name) - length, ", builtin for T %d, head %d", T,
                  HS);
@@ -73,6 +78,7 @@ size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS) {
     size_t bytes = 0;
     attention_check_shape("attention_workspace_bytes", B, T, NH, HS);
     size_t ours = builtin_attention_workspace_bytes(B, T, NH, HS);
+    if (attention_forward_is_ours(dev, HS) && attention_backward_is_ours(dev, HS)) { return ours; }
     if (!attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) { return ours; }
     return attention_backward_is_ours(dev, HS) && ours > bytes ? ours : bytes;
 }
@@ -82,21 +88,31 @@ static inline void attention_check_workspace(Device* dev, const char* who, size_
           T, NH, HS, dev->workspace_bytes, bytes);
 }
 
-// out (B*T, C) BF16, lse (B, NH, T) FP32, from qkv (B*T, 3C) BF16; see floor.h.
-// 2 B NH T^2 HS useful flops (half the square): d12 at B,T = 32,1024 is 51.5 GFLOP, 0.15 ms with cuDNN on an H200.
-void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
-    cost_attention_forward(dev, B, T, NH, HS);
+// out (B*T, C), lse (B, NH, T) FP32, from qkv (B*T, 3C) BF16; see floor.h. FP8 forms that the attention kernel does not
+// write, and a scale that has to be measured first, are quantize_forward's.
+// 2 B NH T^2 HS useful flops (half the square).
+void attention_forward(Device* dev, E4m3Tensor out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
     size_t bytes = 0;
     attention_check_shape("attention_forward", B, T, NH, HS);
-    if (attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
+    const int cudnn = !attention_forward_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
+    const int writes_fp8 = !cudnn && !out.measure_first && builtin_attention_writes_fp8(T, HS);
+    E4m3Tensor written = out; // by the attention kernel
+    if (!writes_fp8) { written.data = written.transposed = NULL; }
+    const FormsOut forms = forms_of_e4m3(written);
+    const int fp8 = written.data != NULL || written.transposed != NULL;
+    cost_attention_forward(dev, written, B, T, NH, HS);
+    check(out.wide != NULL, "attention_forward: no BF16 form to write");
+    check_forms("attention_forward", forms, out.slot, fp8, B * T, NH * HS);
+    if (cudnn) {
         CudnnAttentionShape shape = {B, T, NH, HS};
         // NOTE: not the bytes of both passes. A text sample may be longer than what the workspace was made for
         bytes = cudnn_attention_forward_bytes(dev->cudnn, shape);
         attention_check_workspace(dev, "attention_forward", bytes, B, T, NH, HS);
-        cudnn_attention_forward(dev->cudnn, dev->stream, dev->workspace, out, lse, qkv, shape);
+        cudnn_attention_forward(dev->cudnn, dev->stream, dev->workspace, out.wide, lse, qkv, shape);
     } else {
-        builtin_attention_forward(dev, out, lse, qkv, B, T, NH, HS);
+        builtin_attention_forward(dev, forms, lse, qkv, B, T, NH, HS);
     }
+    if (!writes_fp8) { quantize_forward(dev, out, B * T, NH * HS); }
 }
 
 // dqkv (B*T, 3C) BF16, every element written, from dout, out (B*T, C), lse (B, NH, T), qkv; see floor.h.

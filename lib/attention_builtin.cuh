@@ -6,7 +6,8 @@
 // CTA, online softmax, normalise once at the end, keep only the logsumexp), section 3.1.2 / algorithm 2 (backward: P is
 // recomputed from the logsumexp, delta = rowsum(dout * out)), section 3.3 (warps split rows, never the reduction).
 //
-// The backward pass at head size 64 is in attention_builtin_wgmma.cuh. Here are three kernels: forward; dq; dkv. Algorithm
+// Forward at head sizes 64 and 128 is in attention_builtin_wgmma_forward.cuh, backward at 64 in
+// attention_builtin_wgmma.cuh. Here are three kernels for the rest: forward; dq; dkv. Algorithm
 // 2 does the backward pass in one kernel of 5 products and adds dq up with float atomics, which would give other bits on
 // every run. Here dq has a kernel of its own (3 products: S, dP, dq) and dkv another (4 products: S, dP, dv, dk): 7/5 of
 // the tensor work, but no atomics, no FP32 copy of dq in memory (its read-modify-write would be 64 KB per pair of 128-row
@@ -275,7 +276,15 @@ static __device__ __forceinline__ void attention_store_rows(bf16* x, const float
     }
 }
 
+// More than 48 KB of shared memory has to be asked for, per function, and preferred to L1, which is of no use here.
+static inline void builtin_attention_allow_shared(const void* kernel, int bytes) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared));
+}
+
 #include "attention_builtin_wgmma.cuh" // uses the tiles above: the backward pass at head size 64
+#include "attention_builtin_wgmma_forward.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // forward
@@ -816,13 +825,6 @@ static inline void builtin_attention_check_alignment(const char* who, const char
     check(p != NULL && (uintptr_t)p % 16 == 0, "%s: %s is %p, want an address that is a multiple of 16", who, name, p);
 }
 
-// More than 48 KB of shared memory has to be asked for, per function, and preferred to L1, which is of no use here.
-static inline void builtin_attention_allow_shared(const void* kernel, int bytes) {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    cudaSharedmemCarveoutMaxShared));
-}
-
 template <int HS>
 static inline void builtin_attention_forward_launch(Device* dev, bf16* out, float* lse, const bf16* qkv,
                                                     BuiltinAttentionShape x) {
@@ -850,22 +852,29 @@ static inline void builtin_attention_backward_launch(Device* dev, bf16* dqkv, co
     cuda_check(cudaGetLastError());
 }
 
-// out (B, T, NH, HS) BF16 and lse (B, NH, T) FP32 from qkv (B, T, 3, NH, HS) BF16; see the kernel. All pointers 16-byte
-// aligned. Asynchronous on dev->stream; no workspace. A shape that cannot be taken is an error line.
-void builtin_attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
+// Does builtin_attention_forward write the FP8 forms of its output itself? (Transposed, 16 tokens are 16 bytes.)
+static inline int builtin_attention_writes_fp8(int T, int HS) { return (HS == 64 || HS == 128) && T % 16 == 0; }
+
+// y (B, T, NH, HS), wide and what else it asks for, and lse (B, NH, T) FP32 from qkv (B, T, 3, NH, HS) BF16; see the
+// kernel. FP8 forms only if builtin_attention_writes_fp8. All pointers 16-byte aligned. Asynchronous on dev->stream; no
+// workspace. A shape that cannot be taken is an error line.
+void builtin_attention_forward(Device* dev, FormsOut y, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
     const BuiltinAttentionShape x = {B, T, NH, HS};
+    bf16* out = y.wide;
     builtin_attention_check_shape("builtin_attention_forward", x);
     builtin_attention_check_alignment("builtin_attention_forward", "out", out);
     builtin_attention_check_alignment("builtin_attention_forward", "qkv", qkv);
+    check(y.slot == NULL || (builtin_attention_writes_fp8(T, HS) && !y.measuring),
+          "builtin_attention_forward: FP8 output at T %d, head size %d, want a multiple of 16, and 64 or 128", T, HS);
     switch (HS) {
     case 16: builtin_attention_forward_launch<16>(dev, out, lse, qkv, x); break;
     case 32: builtin_attention_forward_launch<32>(dev, out, lse, qkv, x); break;
     case 48: builtin_attention_forward_launch<48>(dev, out, lse, qkv, x); break;
-    case 64: builtin_attention_forward_launch<64>(dev, out, lse, qkv, x); break;
+    case 64: wgmma_attention_forward<WgmmaForward64>(dev, y, lse, qkv, B, T, NH); break;
     case 80: builtin_attention_forward_launch<80>(dev, out, lse, qkv, x); break;
     case 96: builtin_attention_forward_launch<96>(dev, out, lse, qkv, x); break;
     case 112: builtin_attention_forward_launch<112>(dev, out, lse, qkv, x); break;
-    default: builtin_attention_forward_launch<128>(dev, out, lse, qkv, x); break;
+    default: wgmma_attention_forward<WgmmaForward128>(dev, y, lse, qkv, B, T, NH); break;
     }
 }
 

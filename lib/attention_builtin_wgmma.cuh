@@ -30,6 +30,7 @@
 
 constexpr int WGMMA_ROWS = 128;                             // queries or keys per block
 constexpr int WGMMA_HS = 64;                                // head size
+constexpr int WGMMA_PANEL = 64;                             // channels of a row of a tile in shared memory
 constexpr int WGMMA_TILE_BYTES = WGMMA_ROWS * WGMMA_HS * 2; // 16 KB of BF16
 constexpr int WGMMA_DQ_FLOATS = WGMMA_ROWS * WGMMA_HS;      // of one block of dq
 constexpr int WGMMA_STATS_FLOATS = 2 * WGMMA_ROWS;          // lse, delta of one block
@@ -80,13 +81,18 @@ static __device__ __forceinline__ void wgmma_barrier_wait(uint32_t barrier, uint
                  : "memory");
 }
 
-// A box of 1 x 128 x 1 x HS of a (B, T, heads, HS) tensor to shared memory.
-static __device__ __forceinline__ void wgmma_load_tile(uint32_t to, const CUtensorMap* map, int head, int t, int b,
-                                                       uint32_t barrier) {
+// A box of rows x 64 channels of a (B, T, heads, HS) tensor to shared memory.
+static __device__ __forceinline__ void wgmma_load_panel(uint32_t to, const CUtensorMap* map, int channel, int head,
+                                                        int t, int b, uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-                 "l"(map), "r"(0), "r"(head), "r"(t), "r"(b), "r"(barrier)
+                 "l"(map), "r"(channel), "r"(head), "r"(t), "r"(b), "r"(barrier)
                  : "memory");
+}
+// The same where a row is one panel.
+static __device__ __forceinline__ void wgmma_load_tile(uint32_t to, const CUtensorMap* map, int head, int t, int b,
+                                                       uint32_t barrier) {
+    wgmma_load_panel(to, map, 0, head, t, b, barrier);
 }
 static __device__ __forceinline__ void wgmma_load_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -97,6 +103,15 @@ static __device__ __forceinline__ void wgmma_load_bytes(uint32_t to, const void*
 // What ordinary instructions of this thread wrote (or read) comes before what TMA and wgmma do after.
 static __device__ __forceinline__ void wgmma_proxy_fence() {
     asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// The same where both sides are this block's shared memory; the other one also waits for stores to global memory.
+static __device__ __forceinline__ void wgmma_shared_proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// All 128 threads of a warpgroup. 0 is __syncthreads.
+static __device__ __forceinline__ void wgmma_group_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
 static __device__ __forceinline__ void wgmma_fence() {
@@ -123,6 +138,12 @@ static __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
     return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)64 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
 }
 
+// The same for rows of 128 elements across k: the second 64 are in the next panel, panel_bytes further.
+static __device__ __forceinline__ uint64_t wgmma_operand_panels(uint32_t address, int panel_bytes) {
+    return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes / 16) << 16 | (uint64_t)64 << 32 |
+           (uint64_t)1 << 62;
+}
+
 #define WGMMA_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_F16(d, i) WGMMA_F4(d, i), WGMMA_F4(d, i + 4), WGMMA_F4(d, i + 8), WGMMA_F4(d, i + 12)
 #define WGMMA_REGISTERS_32                                                                                             \
@@ -140,6 +161,31 @@ static __device__ __forceinline__ void wgmma_64x128(float (&d)[64], uint64_t a, 
                  ", %64, %65, p, 1, 1, 0, 0;\n}"
                  : WGMMA_F16(d, 0), WGMMA_F16(d, 16), WGMMA_F16(d, 32), WGMMA_F16(d, 48)
                  : "l"(a), "l"(b), "r"(add));
+}
+#define WGMMA_O4(d, i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
+#define WGMMA_O16(d, i) WGMMA_O4(d, i), WGMMA_O4(d, i + 4), WGMMA_O4(d, i + 8), WGMMA_O4(d, i + 12)
+// d (64, 64) (+)= a (64, 16) . b^T, b (64, 16); both k-contiguous in shared memory
+static __device__ __forceinline__ void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_REGISTERS_32
+                 ", %32, %33, 1, 1, 1, 0, 0;\n"
+                 : WGMMA_F16(d, 0), WGMMA_F16(d, 16)
+                 : "l"(a), "l"(b));
+}
+// The same, d = and not +=; what d held before is dead, so its registers may have been anything.
+static __device__ __forceinline__ void wgmma_64x64_start(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_REGISTERS_32
+                 ", %32, %33, p, 1, 1, 0, 0;\n}"
+                 : WGMMA_O16(d, 0), WGMMA_O16(d, 16)
+                 : "l"(a), "l"(b));
+}
+// d (64, 128) (+)= a (64, 16) . b, a from registers, b (16, 128) row-major in shared memory, see wgmma_operand_panels
+static __device__ __forceinline__ void wgmma_64x128_registers(float (&d)[64], const uint32_t* a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " WGMMA_REGISTERS_64
+                 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+                 : WGMMA_F16(d, 0), WGMMA_F16(d, 16), WGMMA_F16(d, 32), WGMMA_F16(d, 48)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 // d (64, 64) += a (64, 16) . b, a from registers, b (16, 64) row-major in shared memory
 static __device__ __forceinline__ void wgmma_64x64_registers(float (&d)[32], const uint32_t* a, uint64_t b) {
@@ -162,6 +208,16 @@ static __device__ __forceinline__ void wgmma_stmatrix(uint32_t address, const ui
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
+}
+
+// 16 bytes of shared memory.
+static __device__ __forceinline__ uint4 wgmma_load_shared(uint32_t address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -522,8 +578,8 @@ static inline WgmmaWorkspace wgmma_workspace(int B, int T, int NH) {
     return w;
 }
 
-// TMA's view of x (B, T, heads, 64) BF16; boxes of 128 rows of one head.
-static inline CUtensorMap wgmma_tensor_map(const bf16* x, int B, int T, int heads) {
+// TMA's view of x (B, T, heads, HS) BF16; boxes of `rows` rows x 64 channels of one head.
+static inline CUtensorMap wgmma_panel_map(const bf16* x, int B, int T, int heads, int HS, int rows) {
     static PFN_cuTensorMapEncodeTiled_v12000 encode = NULL; // from the driver: the program is not linked with it
     if (encode == NULL) {
         void* found = NULL;
@@ -535,16 +591,20 @@ static inline CUtensorMap wgmma_tensor_map(const bf16* x, int B, int T, int head
         memcpy(&encode, &found, sizeof(encode));
     }
     CUtensorMap map;
-    const cuuint64_t row = (cuuint64_t)heads * WGMMA_HS * sizeof(bf16);
-    const cuuint64_t sizes[4] = {WGMMA_HS, (cuuint64_t)heads, (cuuint64_t)T, (cuuint64_t)B};
-    const cuuint64_t strides[3] = {WGMMA_HS * sizeof(bf16), row, row * (cuuint64_t)T}; // bytes
-    const cuuint32_t box[4] = {WGMMA_HS, 1, WGMMA_ROWS, 1}, steps[4] = {1, 1, 1, 1};
+    const cuuint64_t row = (cuuint64_t)heads * HS * sizeof(bf16);
+    const cuuint64_t sizes[4] = {(cuuint64_t)HS, (cuuint64_t)heads, (cuuint64_t)T, (cuuint64_t)B};
+    const cuuint64_t strides[3] = {HS * sizeof(bf16), row, row * (cuuint64_t)T}; // bytes
+    const cuuint32_t box[4] = {WGMMA_PANEL, 1, (cuuint32_t)rows, 1}, steps[4] = {1, 1, 1, 1};
     CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)x, sizes, strides, box, steps,
                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    check(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled of (%d, %d, %d, %d): error %d", B, T, heads, WGMMA_HS,
-          (int)status);
+    check(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled of (%d, %d, %d, %d): error %d", B, T, heads, HS, (int)status);
     return map;
+}
+
+// The same at head size 64, boxes of 128 rows.
+static inline CUtensorMap wgmma_tensor_map(const bf16* x, int B, int T, int heads) {
+    return wgmma_panel_map(x, B, T, heads, WGMMA_HS, WGMMA_ROWS);
 }
 
 // dqkv = gradient of qkv; see builtin_attention_backward, which checks the arguments. HS 64; dev->workspace has at

@@ -236,7 +236,7 @@ static inline const Flag* config_flags(int* count) {
         {"param-rounding", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(param_rounding), "stochastic", 0, 0,
          "stochastic|nearest", "KIND", "how BF16 parameters are made from the FP32 master weights; llm.c: stochastic"},
         {"attention", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(attention), "auto", 0, 0, "auto|builtin|cudnn", "KIND",
-         "auto: cudnn where this program was built with it"},
+         "auto: by pass and head size, builtin where it is the faster one"},
         {"tf32", "f", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "0|1", "0|1",
          "TF32 in FP32 matrix products, which this program has none of on a GPU: either value means the same"},
         {"master-weights", "w", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "1", "1",

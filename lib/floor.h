@@ -228,9 +228,10 @@ int matmul_can_autotune(void); // CPU: 0, there is nothing to choose
 // ---------------------------------------------------------------------------------------------------------------------
 // attention.cuh: causal attention, softmax(q k^T / sqrt(HS)) v, never storing (T, T). FlashAttention-2 (Dao 2023).
 
-// out (B*T, C) BF16;  lse (B, NH, T) FP32 = log of the softmax denominator (natural log, of scaled scores)
+// out (B*T, C) in every form of it; wide always, and the FP8 forms are those of quantize_forward to the bit
+// lse (B, NH, T) FP32 = log of the softmax denominator (natural log, of scaled scores)
 // qkv (B*T, 3C) BF16: per token Q then K then V, each (NH, HS), C = NH*HS. HS a multiple of 16, at most 128; any T
-void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS);
+void attention_forward(Device* dev, E4m3Tensor out, float* lse, const bf16* qkv, int B, int T, int NH, int HS);
 // dqkv (B*T, 3C) BF16;  dout, out (B*T, C)
 void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
                                   const bf16* qkv, int B, int T, int NH, int HS);

@@ -74,10 +74,10 @@ static inline void cost_matmul_wgrad(Device* dev, int fp8, int accumulate, int r
     cost_matmul(dev, "wgrad", fp8, (accumulate ? 8.0 : 4.0) * C * OC, rows, C, OC);
 }
 
-// qkv in, out out; two products of the causal half
-static inline void cost_attention_forward(Device* dev, int B, int T, int NH, int HS) {
-    double rows = (double)B * T, C = (double)NH * HS;
-    cost_mark(dev, "attention forward", sizeof(bf16) * 4.0 * rows * C + 4.0 * rows * NH, 2.0 * rows * T * C, 0);
+// qkv in, out in the forms that are written here; two products of the causal half
+static inline void cost_attention_forward(Device* dev, E4m3Tensor out, int B, int T, int NH, int HS) {
+    double rows = (double)B * T, C = (double)NH * HS, bytes = sizeof(bf16) * 3.0 + cost_forms_e4m3(out);
+    cost_mark(dev, "attention forward", bytes * rows * C + 4.0 * rows * NH, 2.0 * rows * T * C, 0);
 }
 // qkv, out, dout in, dqkv out; five products
 static inline void cost_attention_backward(Device* dev, int B, int T, int NH, int HS) {

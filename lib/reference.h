@@ -795,15 +795,17 @@ static inline void attention_forward_head(Device* dev, float* out, float* lse, A
     }
 }
 
-void attention_forward(Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
-    cost_attention_forward(dev, B, T, NH, HS);
+void attention_forward(Device* dev, E4m3Tensor out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
+    E4m3Tensor wide = {out.wide, NULL, NULL, NULL, out.recipe, 0, 0};
+    cost_attention_forward(dev, wide, B, T, NH, HS);
     check_attention("attention_forward", B, T, NH, HS);
     size_t C = (size_t)NH * HS;
 #pragma omp parallel for schedule(dynamic) num_threads(cpu_threads_for(dev, 4e-5 * B * T * T * C))
     for (int head = 0; head < B * NH; head++) {
-        float* head_out = out + (size_t)(head / NH) * T * C + (size_t)(head % NH) * HS;
+        float* head_out = out.wide + (size_t)(head / NH) * T * C + (size_t)(head % NH) * HS;
         attention_forward_head(dev, head_out, lse + (size_t)head * T, attention_head(qkv, head, T, NH, HS), C);
     }
+    quantize_forward(dev, out, B * T, (int)C);
 }
 
 // With P = exp(scale q k^T - lse) and D = sum over HS of dout * out:

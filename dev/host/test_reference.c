@@ -613,7 +613,8 @@ static void attention_case(int fp32, int B, int T, int NH, int HS, double spread
     size_t n = (size_t)B * T * C, head_n = (size_t)T * HS;
     float *qkv = random_values(3 * n, spread), *dout = random_values(n, 1.0), *out = poisoned_floats(n);
     float *lse = poisoned_floats((size_t)B * NH * T), *dqkv = poisoned_floats(3 * n);
-    attention_forward(dev, out, lse, qkv, B, T, NH, HS);
+    E4m3Tensor wide = {out, NULL, NULL, NULL, test_recipe, 0, 0};
+    attention_forward(dev, wide, lse, qkv, B, T, NH, HS);
     attention_backward(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS);
     double *want = doubles(n), *lse_want = doubles((size_t)B * NH * T), *dqkv_want = doubles(3 * n);
     double* heads = doubles(8 * head_n); // q, k, v, dout, out, dq, dk, dv
@@ -663,7 +664,10 @@ static void test_attention(void) {
     attention_case(0, 1, 53, 1, 128, 1.0);
 }
 
-static void call_attention_wide(void* arg) { attention_forward((Device*)arg, NULL, NULL, NULL, 1, 4, 1, 144); }
+static void call_attention_wide(void* arg) {
+    E4m3Tensor none = {NULL, NULL, NULL, NULL, test_recipe, 0, 0};
+    attention_forward((Device*)arg, none, NULL, NULL, 1, 4, 1, 144);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // gelu and quantize
@@ -967,7 +971,8 @@ static void test_other_ops_threads(void) {
         matmul_forward(dev, y[i], x, w, NULL, ROWS, C, OC);
         matmul_dgrad(dev, dx[i], dy, w, ROWS, C, OC);
         matmul_wgrad(dev, dw[i], dy, x, 1, ROWS, C, OC);
-        attention_forward(dev, out[i], lse[i], qkv, B, T, NH, HS);
+        E4m3Tensor attention = {out[i], NULL, NULL, NULL, test_recipe, 0, 0};
+        attention_forward(dev, attention, lse[i], qkv, B, T, NH, HS);
         attention_backward(dev, dqkv[i], x.wide, out[i], lse[i], qkv, B, T, NH, HS);
         E5m2Tensor dlogits = {logits[i], NULL, NULL, NULL, test_recipe, 0, 0};
         classifier(dev, dlogits, losses[i], logits[i], targets, 0.01f, 1, ROWS, 41, OC);
