@@ -666,8 +666,8 @@ static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
         // attention
         matmul_wgrad(dev, g->w[LINEAR_PROJ], dy[LINEAR_PROJ], a->x[LINEAR_PROJ], accumulate, BT, C, C);
         matmul_dgrad(dev, s->dln, dy[LINEAR_PROJ], w->w[LINEAR_PROJ], BT, C, C);
-        attention_backward(dev, dy[LINEAR_QKV].wide, s->dln, a->x[LINEAR_PROJ].wide, a->lse, a->qkv, B, T, NH, C / NH);
-        quantize_backward(dev, dy[LINEAR_QKV], g->bias[LINEAR_QKV], BT, 3 * C);
+        attention_backward(dev, dy[LINEAR_QKV], g->bias[LINEAR_QKV], s->dln, a->x[LINEAR_PROJ].wide, a->lse, a->qkv, B,
+                           T, NH, C / NH);
         matmul_wgrad(dev, g->w[LINEAR_QKV], dy[LINEAR_QKV], a->x[LINEAR_QKV], accumulate, BT, C, 3 * C);
         matmul_dgrad(dev, s->dln, dy[LINEAR_QKV], w->w[LINEAR_QKV], BT, C, 3 * C);
         // what leaves the block downwards: into the block below's fcproj, or into the embedding

@@ -1,13 +1,14 @@
 // Causal attention alone: our kernels and cuDNN's (with and without its deterministic backward), forward and forward +
-// backward, at the attention shapes of d12, d48 and GPT-3. Two whole heads of every shape are checked against FP64 on
-// the host, and two backward passes against each other bit for bit.
+// backward, at the attention shapes of d12, d48 and GPT-3; and the backward pass alone that leaves dqkv in both FP8
+// forms with its bias gradient. Two whole heads of every shape are checked against FP64 on the host, two backward runs
+// against each other bit for bit, and the FP8 codes against those that quantize_backward makes of the BF16 form.
 //
 //     bench-attention [--attention builtin|auto|cudnn]     default: all, cuDNN if it is found
 //
 // TFLOP/s count useful work only: half of the (T, T) square, 2 products forward and 5 backward.
 #include "../lib/attention.cuh"
-#include "../lib/matmul.cuh" // device_free releases its plans
-#include "../lib/quantize.cuh"
+#include "../lib/matmul.cuh"   // device_free releases its plans
+#include "../lib/quantize.cuh" // attention's passes call it where their kernels write BF16 only
 
 enum { REPEATS = 15, SEED_QKV = 1, SEED_DOUT = 2 };
 
@@ -23,6 +24,9 @@ typedef struct {
     bf16* dqkv; // (B*T, 3C)
     float* lse; // (B, NH, T)
     E4m3Tensor fp8; // out in all forms, scale trusted
+    e5m2* codes[2][2]; // dqkv in FP8, row-major and transposed, of attention_backward and of quantize_backward
+    float* dbias;      // (3C)
+    ScaleSlot* slot;   // of dqkv
 } Tensors;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -56,9 +60,17 @@ static Tensors tensors_create(Device* dev, Shape s) {
     t.lse = (float*)device_malloc(dev, num_lse(s) * sizeof(float));
     E4m3Tensor fp8 = {t.out, (e4m3*)device_malloc(dev, num_out(s)), (e4m3*)device_malloc(dev, num_out(s)),
                       (ScaleSlot*)device_malloc(dev, sizeof(ScaleSlot)), ScaleRecipe{}, 0, 1};
-    ScaleSlot slot = {};
-    slot.scale = 100.0f;
-    device_copy_in(dev, fp8.slot, &slot, sizeof(slot));
+    for (int i = 0; i < 4; i++) {
+        t.codes[i / 2][i % 2] = (e5m2*)device_malloc(dev, 3 * num_out(s));
+    }
+    t.dbias = (float*)device_malloc(dev, 3 * (size_t)s.NH * s.HS * sizeof(float));
+    device_zero(dev, t.dbias, 3 * (size_t)s.NH * s.HS * sizeof(float));
+    t.slot = (ScaleSlot*)device_malloc(dev, sizeof(ScaleSlot));
+    ScaleSlot slots[2] = {};
+    slots[0].scale = 100.0f;
+    slots[1].scale = 1024.0f;
+    device_copy_in(dev, fp8.slot, &slots[0], sizeof(ScaleSlot));
+    device_copy_in(dev, t.slot, &slots[1], sizeof(ScaleSlot));
     device_sync(dev);
     t.fp8 = fp8;
     fill_kernel<<<2048, 256, 0, dev->stream>>>(t.qkv, 3 * num_out(s), SEED_QKV);
@@ -68,7 +80,8 @@ static Tensors tensors_create(Device* dev, Shape s) {
 }
 
 static void tensors_free(Device* dev, Tensors* t) {
-    void* all[] = {t->qkv, t->out, t->dout, t->dqkv, t->lse, t->fp8.data, t->fp8.transposed, t->fp8.slot};
+    void* all[] = {t->qkv,         t->out,         t->dout,        t->dqkv,  t->lse,  t->fp8.data,       t->codes[0][0],
+                   t->codes[0][1], t->codes[1][0], t->codes[1][1], t->dbias, t->slot, t->fp8.transposed, t->fp8.slot};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
         device_release(dev, all[i]);
     }
@@ -87,7 +100,18 @@ static void forward(Device* dev, const Tensors* t, Shape s, int with_fp8) {
 }
 
 static void backward(Device* dev, const Tensors* t, Shape s) {
-    attention_backward(dev, t->dqkv, t->dout, t->out, t->lse, t->qkv, s.B, s.T, s.NH, s.HS);
+    E5m2Tensor dqkv = {t->dqkv, NULL, NULL, NULL, {}, 0, 0};
+    attention_backward(dev, dqkv, NULL, t->dout, t->out, t->lse, t->qkv, s.B, s.T, s.NH, s.HS);
+}
+
+static E5m2Tensor dqkv_codes(const Tensors* t, int which) {
+    ScaleRecipe recipe = {1, AMAX_MAX, 0, 1.0f};
+    E5m2Tensor dqkv = {t->dqkv, t->codes[which][0], t->codes[which][1], t->slot, recipe, 0, 1};
+    return dqkv;
+}
+
+static void backward_fp8(Device* dev, const Tensors* t, Shape s) {
+    attention_backward(dev, dqkv_codes(t, 0), t->dbias, t->dout, t->out, t->lse, t->qkv, s.B, s.T, s.NH, s.HS);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -232,6 +256,29 @@ static int backward_repeats(Device* dev, const Tensors* t, Shape s) {
     return same;
 }
 
+// How many FP8 codes of dqkv differ between attention_backward and quantize_backward after it.
+static size_t codes_wrong(Device* dev, const Tensors* t, Shape s) {
+    size_t n = 3 * num_out(s), wrong = 0;
+    if ((size_t)s.B * s.T % 16 != 0) { return 0; } // no FP8 at such a shape
+    char* codes[2] = {(char*)malloc_or_die(n), (char*)malloc_or_die(n)};
+    backward(dev, t, s);
+    quantize_backward(dev, dqkv_codes(t, 1), NULL, s.B * s.T, 3 * s.NH * s.HS);
+    for (int form = 0; form < 2; form++) {
+        cuda_check(cudaMemsetAsync(t->codes[0][form], 0xFF, n, dev->stream));
+    }
+    backward_fp8(dev, t, s);
+    for (int form = 0; form < 2; form++) {
+        device_copy_out(dev, codes[0], t->codes[0][form], n);
+        device_copy_out(dev, codes[1], t->codes[1][form], n);
+        for (size_t i = 0; i < n; i++) {
+            wrong += codes[0][i] != codes[1][i];
+        }
+    }
+    free(codes[0]);
+    free(codes[1]);
+    return wrong;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // timing
 
@@ -240,9 +287,10 @@ static int compare_floats(const void* a, const void* b) {
     return (x > y) - (x < y);
 }
 
-// Median microseconds of the forward pass, with the FP8 forms of its output or without, or of forward + backward. The
-// tensors are larger than the L2 cache.
-static float time_passes(Device* dev, const Tensors* t, Shape s, int with_fp8, int with_backward) {
+typedef enum { FORWARD, FORWARD_FP8, BOTH, BACKWARD_FP8 } Passes;
+
+// Median microseconds. The tensors are larger than the L2 cache.
+static float time_passes(Device* dev, const Tensors* t, Shape s, Passes passes) {
     float us[REPEATS];
     cudaEvent_t start, stop;
     cuda_check(cudaEventCreate(&start));
@@ -250,8 +298,9 @@ static float time_passes(Device* dev, const Tensors* t, Shape s, int with_fp8, i
     for (int r = -2; r < REPEATS; r++) {
         float ms = 0.0f;
         cuda_check(cudaEventRecord(start, dev->stream));
-        forward(dev, t, s, with_fp8);
-        if (with_backward) { backward(dev, t, s); }
+        if (passes != BACKWARD_FP8) { forward(dev, t, s, passes == FORWARD_FP8); }
+        if (passes == BOTH) { backward(dev, t, s); }
+        if (passes == BACKWARD_FP8) { backward_fp8(dev, t, s); }
         cuda_check(cudaEventRecord(stop, dev->stream));
         cuda_check(cudaEventSynchronize(stop));
         cuda_check(cudaEventElapsedTime(&ms, start, stop));
@@ -279,13 +328,20 @@ static int bench_shape(Device* dev, const char* name, Shape s, int wants_same_bi
         printf("FAILED %s: two backward passes differ\n", name);
         wrong++;
     }
+    size_t codes = codes_wrong(dev, &t, s);
+    if (codes > 0) {
+        printf("FAILED %s: %zu FP8 codes of dqkv are not those of quantize_backward\n", name, codes);
+        wrong++;
+    }
     printf("%-24s %3d %3d %5d %4d | ", name, s.B, s.NH, s.T, s.HS);
     if (s.timed) {
         double product = (double)s.B * s.NH * s.T * s.T * s.HS; // 2 flops, half the square
-        float f = time_passes(dev, &t, s, 0, 0), f8 = time_passes(dev, &t, s, 1, 0), fb = time_passes(dev, &t, s, 0, 1);
-        printf("%8.1f %6.0f | %8.1f | %8.1f %6.0f | ", f, 2.0 * product / f * 1e-6, f8, fb, 7.0 * product / fb * 1e-6);
+        float f = time_passes(dev, &t, s, FORWARD), f8 = time_passes(dev, &t, s, FORWARD_FP8),
+              fb = time_passes(dev, &t, s, BOTH), b8 = time_passes(dev, &t, s, BACKWARD_FP8);
+        printf("%8.1f %6.0f | %8.1f | %8.1f %6.0f | %8.1f | ", f, 2.0 * product / f * 1e-6, f8, fb,
+               7.0 * product / fb * 1e-6, b8);
     } else {
-        printf("%8s %6s | %8s | %8s %6s | ", "", "", "", "", "");
+        printf("%8s %6s | %8s | %8s %6s | %8s | ", "", "", "", "", "", "");
     }
     printf("%8.1f | %-4s | %.1e %.1e %.1e %.1e %.1e\n", (double)bytes / (1 << 20), same ? "yes" : "no", errors[0],
            errors[1], errors[2], errors[3], errors[4]);
@@ -303,13 +359,15 @@ int main(int argc, char** argv) {
     DeviceOptions options = {};
     options.attention = ATTENTION_BUILTIN;
     Device* dev = device_create(options);
-    const Shape shapes[] = {{2, 97, 3, 64, 0},    {1, 257, 2, 80, 0},   {2, 64, 2, 16, 0},    {1, 200, 1, 128, 0},
+    const Shape shapes[] = {{2, 97, 3, 64, 0},     {1, 257, 2, 80, 0},    {2, 64, 2, 16, 0},
+                            {1, 200, 1, 128, 0},   {2, 144, 3, 64, 0},    {1, 208, 2, 128, 0},
                             {64, 1024, 12, 64, 1}, {16, 1024, 25, 64, 1}, {8, 2048, 32, 128, 1}};
     int wrong = 0;
-    printf("%s\n%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %-4s | relative errors (lse: absolute)\n",
-           device_name(dev), "", "B", "H", "T", "D", "fwd us", "TFLOP", "with FP8", "f+b us", "TFLOP", "work MiB", "same");
-    printf("%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %-4s | %-7s %-7s %-7s %-7s %-7s\n", "", "", "", "", "",
-           "", "/s", "", "", "/s", "", "bits", "out", "lse", "dq", "dk", "dv");
+    printf("%s\n%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %8s | %-4s | relative errors %s\n",
+           device_name(dev), "", "B", "H", "T", "D", "fwd us", "TFLOP", "with FP8", "f+b us", "TFLOP", "b to FP8",
+           "work MiB", "same", "(lse: absolute)");
+    printf("%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %8s | %-4s | %-7s %-7s %-7s %-7s %-7s\n", "", "", "",
+           "", "", "", "/s", "us", "", "/s", "us", "", "bits", "out", "lse", "dq", "dk", "dv");
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
         for (int kind = 0; kind < 4; kind++) { // builtin, auto, cuDNN deterministic, cuDNN not
             if (only[0] != 0 && strcmp(only, kind == 0 ? "builtin" : kind == 1 ? "auto" : "cudnn") != 0) { continue; }

@@ -191,8 +191,8 @@ static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
         attention_forward(dev, probe_e4m3(a, ""), PROBE_F32("lse"), PROBE_BF16("qkv"), c->B, c->T, c->NH, c->HS);
         break;
     case OP_ATTENTION_BACKWARD:
-        attention_backward(dev, PROBE_BF16("dqkv"), PROBE_BF16("dout"), PROBE_BF16("out"), PROBE_F32("lse"),
-                           PROBE_BF16("qkv"), c->B, c->T, c->NH, c->HS);
+        attention_backward(dev, probe_e5m2(a, ""), PROBE_F32("dbias"), PROBE_BF16("dout"), PROBE_BF16("out"),
+                           PROBE_F32("lse"), PROBE_BF16("qkv"), c->B, c->T, c->NH, c->HS);
         break;
     case OP_GELU_FORWARD:
         gelu_forward(dev, probe_e4m3(a, ""), PROBE_BF16("x"), PROBE_BF16("bias"), c->rows, c->C);

@@ -674,7 +674,7 @@ static void ops_matmul_wgrad(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// attention, judged in FP64
+// attention, judged in FP64; what its backward pass makes of dqkv besides BF16 is judged behind quantize
 //
 // The kernel may hold P (and dS) in BF16 between its two products, and stores its result in BF16: two roundings of rms
 // 2^-9, in the backward pass on top of each other in dS and again in the product. lse is FP32: HS products of size
@@ -791,12 +791,12 @@ static void attention_case(int B, int T, int NH, int HS, double deviation) {
     attention_backward_truth(dqkv_truth, dout, out, lse, qkv, B, T, NH, HS);
     OpCall backward = op_call(OP_ATTENTION_BACKWARD);
     backward.B = B, backward.T = T, backward.NH = NH, backward.HS = HS;
-    arg_add(&backward, "dqkv", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * 3 * C), rows * 3 * C);
+    arg_add(&backward, "wide", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * 3 * C), rows * 3 * C);
     arg_add(&backward, "dout", ARG_BF16, ARG_IN, dout, rows * C);
     arg_add(&backward, "out", ARG_BF16, ARG_IN, out, rows * C);
     arg_add(&backward, "lse", ARG_F32, ARG_IN, lse, stats);
     arg_add(&backward, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
-    Rule backward_rules[] = {rule_ignore("dqkv")};
+    Rule backward_rules[] = {rule_ignore("wide")};
     OpOutcome b = run_case(&arena, what, &backward, backward_rules, 1);
 
     // the largest score: how many FP32 ulps a score can be off
@@ -822,7 +822,7 @@ static void attention_case(int B, int T, int NH, int HS, double deviation) {
         }
         for (int third = 0; third < 3; third++) {
             const char* names[] = {"dq", "dk", "dv"};
-            const float* got = arg_floats(bs[i], "dqkv");
+            const float* got = arg_floats(bs[i], "wide");
             if (T == 1 && third < 2) {
                 expect(largest_of(got, rows * 3 * C) <= 2.0 * v_size, "%s: %s of the %s is large", what, names[third],
                        floor);
@@ -855,7 +855,7 @@ static void attention_chain(int B, int T, int NH, int HS, int times) {
     float *out = arg_floats(&forward, "wide"), *lse = arg_floats(&forward, "lse");
     OpCall call = op_call(OP_ATTENTION_BACKWARD);
     call.B = B, call.T = T, call.NH = NH, call.HS = HS;
-    arg_add(&call, "dqkv", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * 3 * C), rows * 3 * C);
+    arg_add(&call, "wide", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * 3 * C), rows * 3 * C);
     arg_add(&call, "dout", ARG_BF16, ARG_IN, dout, rows * C);
     arg_add(&call, "out", ARG_BF16, ARG_IN, out, rows * C);
     arg_add(&call, "lse", ARG_F32, ARG_IN, lse, stats);
@@ -872,7 +872,7 @@ static void attention_chain(int B, int T, int NH, int HS, int times) {
     attention_backward_truth(truth, dout, out, lse, qkv, B, T, NH, HS);
     for (int third = 0; third < 3; third++) {
         const char* names[] = {"dq", "dk", "dv"};
-        double d = third_distance(arg_floats(&first, "dqkv"), truth, rows, C, third),
+        double d = third_distance(arg_floats(&first, "wide"), truth, rows, C, third),
                allowed = third == 2 ? 0x1p-8 : 0x1p-7;
         expect(d <= allowed, "%s: %s is %.3g off, want %.3g", what, names[third], d, allowed);
     }
@@ -926,18 +926,22 @@ static void ops_attention(void) {
         }
     }
     attention_case(1, 100, 1, 64, 4.0); // sharp: most of a row on one or two keys
-    // head size 64, whose backward pass has kernels of its own: B, T, NH at both sides of the edges of its blocks of 128.
-    // 800 heads of 3 tokens: a GPU's blocks do several items each, so every barrier goes through all its phases
+    // head sizes 64 and 128, whose backward pass has kernels of its own: B, T, NH at both sides of the edges of their
+    // blocks of 64 and 128. 800 heads of 3 tokens: a GPU's blocks do several items each, so every barrier goes through
+    // all its phases, and the heads' sums of dq through all their places
     int shapes[][3] = {{1, 1, 1},   {1, 63, 1},  {3, 65, 2},  {1, 127, 5}, {2, 128, 1},
                        {4, 200, 3}, {1, 257, 4}, {2, 384, 1}, {40, 3, 20}, {8, 130, 12}};
     for (int i = 0; i < 10; i++) {
         attention_case(shapes[i][0], shapes[i][1], shapes[i][2], 64, 1.0);
+        attention_case(shapes[i][0], shapes[i][1], shapes[i][2], 128, 1.0);
     }
     attention_case(2, 300, 1, 64, 4.0);
+    attention_case(2, 300, 1, 128, 4.0);
     for (int i = 0; i < 4; i++) {
         attention_growth_case(300, i / 2 ? 128 : 64, i % 2 ? 1000.0 : 30.0);
     }
     attention_chain(3, 200, 2, 64, 4);
+    attention_chain(3, 200, 2, 128, 4);
     if (op_floors.thorough) {
         attention_case(2, 1024, 2, 64, 1.0);
         attention_case(1, 1024, 1, 128, 1.0);
@@ -945,8 +949,11 @@ static void ops_attention(void) {
         attention_case(16, 256, 12, 64, 1.0);
         attention_case(24, 129, 16, 64, 1.0); // 768 items of one or two steps
         attention_chain(2, 1000, 12, 64, 20); // 192 items of up to 8 steps
+        attention_chain(2, 1000, 12, 128, 20);
     }
 }
+
+static void attention_backward_fp8_case(int B, int T, int NH, int HS); // behind quantize
 
 // The other attention of the GPU floor, where it is compiled in and found.
 static void ops_attention_cudnn(void) {
@@ -971,6 +978,7 @@ static void ops_attention_cudnn(void) {
             attention_case(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], 1.0);
         }
         attention_chain(3, 200, 2, 64, 4);
+        attention_backward_fp8_case(2, 128, 2, 64); // BF16, and quantize_backward after it
     }
     op_floors.subject->device_close(op_floors.subject_device);
     op_floors.subject_device = builtin;
@@ -1237,6 +1245,94 @@ static void ops_quantize_backward_bf16_rows(void) { // a BF16 linear: any number
         expect_column_sums("CPU", "dbias", arg_floats(&outcome.reference, "dbias"), dbias, x, rows, cols);
         expect_column_sums("subject", "dbias", arg_floats(&outcome.subject, "dbias"), dbias, x, rows, cols);
         arena_free(&arena);
+    }
+}
+
+// One floor's dqkv in FP8 and its bias gradient: from the BF16 form that the floor itself leaves, codes follow bit for
+// bit and column sums within their rounding. `call` has the inputs and dbias.
+static void attention_backward_fp8_judge(Arena* arena, const char* floor_name, const Floor* floor, void* device,
+                                         const OpCall* call, size_t rows, size_t cols) {
+    size_t n = rows * cols;
+    const float* start = arg_floats(call, "dbias");
+    OpCall wide = *call;
+    arg_add(&wide, "wide", ARG_BF16, ARG_OUT, arena_floats(arena, n), n);
+    wide = op_call_copy(arena, &wide);
+    floor->op(device, &wide);
+    expect(wide.broken[0] == 0, "%s: BF16: %s", floor_name, wide.broken);
+    expect_no_poison(floor_name, &wide);
+    const float* x = arg_floats(&wide, "wide");
+    expect_column_sums(floor_name, "dbias", arg_floats(&wide, "dbias"), start, x, rows, cols);
+    for (int slot_case = 0; slot_case < NUM_SLOT_CASES; slot_case++) {
+        for (int forms = 3; forms >= 1; forms--) {
+            OpCall base = *call;
+            arg_add(&base, "slot", ARG_SLOTS, ARG_INOUT,
+                    slot_for(arena, &base, (SlotCase)slot_case, E5M2_MAX, 20000.0f), 1);
+            arg_add(&base, "wide", ARG_BF16, ARG_INOUT, arena_floats(arena, n), n); // scratch: it may stay as it is
+            if (forms & 1) { arg_add(&base, "data", ARG_CODES, ARG_OUT, arena_codes(arena, n), n); }
+            if (forms & 2) { arg_add(&base, "transposed", ARG_CODES, ARG_OUT, arena_codes(arena, n), n); }
+            OpCall got = op_call_copy(arena, &base), again = op_call_copy(arena, &base);
+            floor->op(device, &got);
+            floor->op(device, &again);
+            char what[192];
+            snprintf(what, sizeof(what), "%s, B %d, T %d, NH %d, HS %d, slot case %d, forms %d", floor_name, call->B,
+                     call->T, call->NH, call->HS, slot_case, forms);
+            expect(got.broken[0] == 0, "%s: %s", what, got.broken);
+            expect_no_poison(what, &got);
+            expect_same_bits(what, &again, &got);
+            check_fp8_output(what, &base, &got, rows, cols);
+            if (forms & 1) {
+                judge_quantized(what, &base, &got, x, n, 1);
+            } else { // the same codes, the other way round
+                OpCall turned = got;
+                uint8_t* codes = arena_codes(arena, n);
+                transpose_codes(codes, arg_codes(&got, "transposed"), cols, rows);
+                arg_add(&turned, "data", ARG_CODES, ARG_OUT, codes, n);
+                judge_quantized(what, &base, &turned, x, n, 1);
+            }
+            expect_column_sums(what, "dbias", arg_floats(&got, "dbias"), start, x, rows, cols);
+        }
+    }
+}
+
+static void attention_backward_fp8_case(int B, int T, int NH, int HS) {
+    Arena arena = {};
+    size_t rows = (size_t)B * T, C = (size_t)NH * HS, stats = rows * NH;
+    float *qkv = random_bf16(&arena, rows * 3 * C, 0, 1.0, 5), *dout = random_bf16(&arena, rows * C, 0, 1e-3, 6);
+    double *out_truth = arena_doubles(&arena, rows * C), *lse_truth = arena_doubles(&arena, stats);
+    attention_truth(out_truth, lse_truth, qkv, B, T, NH, HS);
+    float *out = arena_floats(&arena, rows * C), *lse = arena_floats(&arena, stats);
+    for (size_t i = 0; i < rows * C; i++) {
+        out[i] = bf16_round((float)out_truth[i]);
+    }
+    for (size_t i = 0; i < stats; i++) {
+        lse[i] = (float)lse_truth[i];
+    }
+    OpCall call = op_call(OP_ATTENTION_BACKWARD);
+    call.B = B, call.T = T, call.NH = NH, call.HS = HS;
+    arg_add(&call, "dbias", ARG_F32, ARG_INOUT, random_floats(&arena, 3 * C, 0, 1e-3, 7), 3 * C);
+    arg_add(&call, "dout", ARG_BF16, ARG_IN, dout, rows * C);
+    arg_add(&call, "out", ARG_BF16, ARG_IN, out, rows * C);
+    arg_add(&call, "lse", ARG_F32, ARG_IN, lse, stats);
+    arg_add(&call, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
+    attention_backward_fp8_judge(&arena, "CPU floor", op_floors.reference, op_floors.reference_device, &call, rows,
+                                 3 * C);
+    attention_backward_fp8_judge(&arena, op_floors.subject->name, op_floors.subject, op_floors.subject_device, &call,
+                                 rows, 3 * C);
+    arena_free(&arena);
+}
+
+static void ops_attention_backward_fp8(void) {
+    if (op_test_skipped()) { return; }
+    // B, T, NH, HS: whole blocks of 64 and 128 rows and not; T that is no multiple of 16 while B T is; a head size
+    // without kernels of its own; many items of one step
+    int shapes[][4] = {{1, 16, 1, 64},  {1, 64, 3, 64},  {2, 144, 2, 64}, {3, 128, 1, 64},  {1, 208, 2, 128},
+                       {2, 128, 1, 128}, {2, 72, 2, 64}, {2, 32, 1, 48},  {40, 16, 20, 64}, {1, 400, 2, 64}};
+    for (int i = 0; i < 10; i++) {
+        attention_backward_fp8_case(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3]);
+    }
+    if (op_floors.thorough) {
+        attention_backward_fp8_case(2, 1024, 2, 64);
+        attention_backward_fp8_case(1, 1040, 2, 128);
     }
 }
 
@@ -1716,6 +1812,7 @@ static const NamedTest op_tests[] = {
     {"ops_quantize_forward", ops_quantize_forward},
     {"ops_quantize_backward", ops_quantize_backward},
     {"ops_quantize_backward_bf16_rows", ops_quantize_backward_bf16_rows},
+    {"ops_attention_backward_fp8", ops_attention_backward_fp8},
     {"ops_quantize_weight", ops_quantize_weight},
     {"ops_classifier", ops_classifier},
     {"ops_classifier_fp8", ops_classifier_fp8},

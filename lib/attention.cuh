@@ -3,12 +3,11 @@
 //
 //   --attention builtin   our kernels, always
 //   --attention cudnn     cuDNN; an error when it is missing, or for a shape that it cannot do
-//   --attention auto      per pass and head size what is faster (dev/README.md has the times). Ours are the forward
-//                         pass at head sizes 64 and 128, which also leaves the FP8 forms of its output, and the
-//                         backward pass at 64, which needs no (T, T) matrix per head. Else cuDNN where it is found and
-//                         can do the shape
+//   --attention auto      per pass and head size what is faster (dev/README.md has the times). Ours are both passes at
+//                         head sizes 64 and 128, which leave FP8 forms themselves, and need no (T, T) matrix per head.
+//                         Else cuDNN where it is found and can do the shape
 //
-// Both read qkv and write out and dqkv in the same places, keep the same lse, and give the same bits on every run.
+// Both read qkv, keep the same lse, and give the same bits on every run.
 #ifndef ATTENTION_CUH
 #define ATTENTION_CUH
 
@@ -52,7 +51,7 @@ static inline int attention_forward_is_ours(const Device* dev, int HS) {
     return dev->attention == ATTENTION_AUTO && (HS == 64 || HS == 128);
 }
 static inline int attention_backward_is_ours(const Device* dev, int HS) {
-    return dev->attention == ATTENTION_AUTO && HS == WGMMA_HS;
+    return dev->attention == ATTENTION_AUTO && wgmma_does(HS);
 }
 
 // Does cuDNN do this shape? Then `workspace_bytes` is what it needs. The first refusal under AUTO goes into the name.
@@ -75,12 +74,13 @@ static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS
 
 // Bytes of workspace for both passes of a shape. With cuDNN this also makes its plans, which takes a moment.
 size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS) {
-    size_t bytes = 0;
+    size_t bytes = 0, quantize = reduction_workspace_bytes(dev, 3 * NH * HS);
     attention_check_shape("attention_workspace_bytes", B, T, NH, HS);
     size_t ours = builtin_attention_workspace_bytes(B, T, NH, HS);
-    if (attention_forward_is_ours(dev, HS) && attention_backward_is_ours(dev, HS)) { return ours; }
-    if (!attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) { return ours; }
-    return attention_backward_is_ours(dev, HS) && ours > bytes ? ours : bytes;
+    int needs_cudnn = !attention_forward_is_ours(dev, HS) || !attention_backward_is_ours(dev, HS);
+    int cudnn = needs_cudnn && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
+    if ((!cudnn || attention_backward_is_ours(dev, HS)) && ours > bytes) { bytes = ours; }
+    return quantize > bytes ? quantize : bytes;
 }
 
 static inline void attention_check_workspace(Device* dev, const char* who, size_t bytes, int B, int T, int NH, int HS) {
@@ -115,21 +115,36 @@ void attention_forward(Device* dev, E4m3Tensor out, float* lse, const bf16* qkv,
     if (!writes_fp8) { quantize_forward(dev, out, B * T, NH * HS); }
 }
 
-// dqkv (B*T, 3C) BF16, every element written, from dout, out (B*T, C), lse (B, NH, T), qkv; see floor.h.
-// 5 B NH T^2 HS useful flops.
-void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse, const bf16* qkv,
-                        int B, int T, int NH, int HS) {
-    cost_attention_backward(dev, B, T, NH, HS);
+// dqkv (B*T, 3C), every element written, in FP8 if it asks for that, else BF16; dbias; from dout, out (B*T, C), lse (B,
+// NH, T), qkv; see floor.h. 5 B NH T^2 HS useful flops. Our kernels for Hopper write what is asked for. The others
+// write BF16 into dqkv.wide and quantize_backward reads it; so it goes where a scale has to be measured first, too.
+void attention_backward(Device* dev, E5m2Tensor dqkv, float* dbias, const bf16* dout, const bf16* out, const float* lse,
+                        const bf16* qkv, int B, int T, int NH, int HS) {
     size_t bytes = 0;
+    int rows = B * T, cols = 3 * NH * HS, fp8 = dqkv.data != NULL || dqkv.transposed != NULL;
+    FormsOut forms = forms_of_e5m2(dqkv);
     attention_check_shape("attention_backward", B, T, NH, HS);
-    if (!attention_backward_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes)) {
+    check_forms("attention_backward", forms, dqkv.slot, fp8, rows, cols);
+    check(dqkv.wide != NULL, "attention_backward: no BF16 form of dqkv, want it at least as scratch");
+    int cudnn = !attention_backward_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
+    if (!cudnn && builtin_attention_backward_emits(T, HS, fp8) && !(fp8 && dqkv.measure_first)) {
+        cost_attention_backward(dev, dqkv, B, T, NH, HS);
+        if (fp8) { forms.wide = NULL; }
+        builtin_attention_backward(dev, forms, dbias, dout, out, lse, qkv, B, T, NH, HS);
+        return;
+    }
+    FormsOut wide = {dqkv.wide, NULL, NULL, NULL, NULL, 0};
+    E5m2Tensor unscaled = {dqkv.wide, NULL, NULL, NULL, dqkv.recipe, 0, 0};
+    cost_attention_backward(dev, unscaled, B, T, NH, HS);
+    if (cudnn) {
         CudnnAttentionShape shape = {B, T, NH, HS};
-        CudnnAttentionGradients tensors = {dqkv, dout, out, lse, qkv};
+        CudnnAttentionGradients tensors = {dqkv.wide, dout, out, lse, qkv};
         attention_check_workspace(dev, "attention_backward", bytes, B, T, NH, HS);
         cudnn_attention_backward(dev->cudnn, dev->stream, dev->workspace, tensors, shape);
     } else {
-        builtin_attention_backward(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS);
+        builtin_attention_backward(dev, wide, NULL, dout, out, lse, qkv, B, T, NH, HS);
     }
+    if (fp8 || dbias != NULL) { quantize_backward(dev, dqkv, dbias, rows, cols); }
 }
 
 #endif

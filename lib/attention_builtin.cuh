@@ -6,12 +6,12 @@
 // CTA, online softmax, normalise once at the end, keep only the logsumexp), section 3.1.2 / algorithm 2 (backward: P is
 // recomputed from the logsumexp, delta = rowsum(dout * out)), section 3.3 (warps split rows, never the reduction).
 //
-// Forward at head sizes 64 and 128 is in attention_builtin_wgmma_forward.cuh, backward at 64 in
-// attention_builtin_wgmma.cuh. Here are three kernels for the rest: forward; dq; dkv. Algorithm
-// 2 does the backward pass in one kernel of 5 products and adds dq up with float atomics, which would give other bits on
-// every run. Here dq has a kernel of its own (3 products: S, dP, dq) and dkv another (4 products: S, dP, dv, dk): 7/5 of
-// the tensor work, but no atomics, no FP32 copy of dq in memory (its read-modify-write would be 64 KB per pair of 128-row
-// blocks), no order between CTAs to wait for.
+// Forward and backward at head sizes 64 and 128 are in attention_builtin_wgmma_forward.cuh and
+// attention_builtin_wgmma.cuh. Here are three kernels for the rest: forward; dq; dkv. Algorithm 2 does the backward
+// pass in one kernel of 5 products and adds dq up with float atomics, which would give other bits on every run. Here dq
+// has a kernel of its own (3 products: S, dP, dq) and dkv another (4 products: S, dP, dv, dk): 7/5 of the tensor work,
+// but no atomics, no FP32 copy of dq in memory (its read-modify-write would be 64 KB per pair of 128-row blocks), no
+// order between CTAs to wait for.
 //
 // How a warp works, in all three kernels: it owns 16 M rows of one side (queries in forward and dq, keys in dkv; M = 2
 // up to HS 64) and streams the other side past them. Scores come out of mma.m16n8k16 as accumulators, rows = owned; the
@@ -283,7 +283,7 @@ static inline void builtin_attention_allow_shared(const void* kernel, int bytes)
                                     cudaSharedmemCarveoutMaxShared));
 }
 
-#include "attention_builtin_wgmma.cuh" // uses the tiles above: the backward pass at head size 64
+#include "attention_builtin_wgmma.cuh" // uses the tiles above: the passes at head sizes 64 and 128
 #include "attention_builtin_wgmma_forward.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -878,21 +878,27 @@ void builtin_attention_forward(Device* dev, FormsOut y, float* lse, const bf16* 
     }
 }
 
-// Bytes that builtin_attention_backward uses of dev->workspace: delta (B, NH, T) FP32; at head size 64 lse and delta by
-// blocks, dq in FP32, and counters.
+// Bytes that builtin_attention_backward uses of dev->workspace: delta (B, NH, T) FP32; or what wgmma_workspace lists.
 size_t builtin_attention_workspace_bytes(int B, int T, int NH, int HS) {
-    if (HS == WGMMA_HS) { return wgmma_workspace(B, T, NH).total_bytes; }
+    if (wgmma_does(HS)) { return wgmma_workspace(B, T, NH, HS).total_bytes; }
     return (size_t)B * NH * T * sizeof(float);
 }
 
-// dqkv (B, T, 3, NH, HS) BF16 = (not +=) gradient of qkv, from dout and out (B, T, NH, HS) BF16, lse (B, NH, T) FP32 as
+// Can builtin_attention_backward write FP8 forms of dqkv, and the bias gradient? 16 rows of a transposed form must not
+// cross from one batch row into the next.
+static inline int builtin_attention_backward_emits(int T, int HS, int fp8) {
+    return wgmma_does(HS) && (!fp8 || T % 16 == 0);
+}
+
+// dqkv (B, T, 3, NH, HS) = (not +=) gradient of qkv, from dout and out (B, T, NH, HS) BF16, lse (B, NH, T) FP32 as
 // the forward pass left it, and qkv. BF16 pointers 16-byte aligned; dqkv must overlap none of the inputs. Asynchronous
 // on dev->stream; needs builtin_attention_workspace_bytes of dev->workspace. What cannot be taken is an error line.
-void builtin_attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
-                                const bf16* qkv, int B, int T, int NH, int HS) {
+// Where builtin_attention_backward_emits, dqkv may be any forms, and dbias (3C) FP32 += column sums of its BF16 values
+// unless NULL; elsewhere dqkv is `wide` alone and dbias NULL.
+void builtin_attention_backward(Device* dev, FormsOut dqkv, float* dbias, const bf16* dout, const bf16* out,
+                                const float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
     const BuiltinAttentionShape x = {B, T, NH, HS};
     builtin_attention_check_shape("builtin_attention_backward", x);
-    builtin_attention_check_alignment("builtin_attention_backward", "dqkv", dqkv);
     builtin_attention_check_alignment("builtin_attention_backward", "dout", dout);
     builtin_attention_check_alignment("builtin_attention_backward", "out", out);
     builtin_attention_check_alignment("builtin_attention_backward", "qkv", qkv);
@@ -900,15 +906,24 @@ void builtin_attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const
     check(dev->workspace_bytes >= needed,
           "builtin_attention_backward: workspace has %zu bytes, want %zu for B, T, NH, HS = %d, %d, %d, %d",
           dev->workspace_bytes, needed, B, T, NH, HS);
+    if (HS == 64) {
+        wgmma_backward_launch<64>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        return;
+    }
+    if (HS == 128) {
+        wgmma_backward_launch<128>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        return;
+    }
+    check(dqkv.slot == NULL && dbias == NULL, "builtin_attention_backward: no FP8 and no bias gradient at head size %d",
+          HS);
+    builtin_attention_check_alignment("builtin_attention_backward", "dqkv", dqkv.wide);
     switch (HS) {
-    case 16: builtin_attention_backward_launch<16>(dev, dqkv, dout, out, lse, qkv, x); break;
-    case 32: builtin_attention_backward_launch<32>(dev, dqkv, dout, out, lse, qkv, x); break;
-    case 48: builtin_attention_backward_launch<48>(dev, dqkv, dout, out, lse, qkv, x); break;
-    case WGMMA_HS: wgmma_attention_backward(dev, dqkv, dout, out, lse, qkv, B, T, NH); break;
-    case 80: builtin_attention_backward_launch<80>(dev, dqkv, dout, out, lse, qkv, x); break;
-    case 96: builtin_attention_backward_launch<96>(dev, dqkv, dout, out, lse, qkv, x); break;
-    case 112: builtin_attention_backward_launch<112>(dev, dqkv, dout, out, lse, qkv, x); break;
-    default: builtin_attention_backward_launch<128>(dev, dqkv, dout, out, lse, qkv, x); break;
+    case 16: builtin_attention_backward_launch<16>(dev, dqkv.wide, dout, out, lse, qkv, x); break;
+    case 32: builtin_attention_backward_launch<32>(dev, dqkv.wide, dout, out, lse, qkv, x); break;
+    case 48: builtin_attention_backward_launch<48>(dev, dqkv.wide, dout, out, lse, qkv, x); break;
+    case 80: builtin_attention_backward_launch<80>(dev, dqkv.wide, dout, out, lse, qkv, x); break;
+    case 96: builtin_attention_backward_launch<96>(dev, dqkv.wide, dout, out, lse, qkv, x); break;
+    default: builtin_attention_backward_launch<112>(dev, dqkv.wide, dout, out, lse, qkv, x); break;
     }
 }
 

@@ -1,24 +1,34 @@
-// Backward pass of causal attention at head size 64 on Hopper's own instructions (wgmma, TMA): 5 products, and the same
-// bits on every run. Formulas: attention_builtin.cuh; P is recomputed from lse as in FlashAttention-2, algorithm 2.
+// Backward pass of causal attention at head sizes 64 and 128 on Hopper's own instructions (wgmma, TMA): 5 products, and
+// the same bits on every run. Formulas: attention_builtin.cuh; P is recomputed from lse as in FlashAttention-2,
+// algorithm 2.
 //
-// One work item is a block of 128 keys of one head. It goes over the blocks of 128 queries from its own, which is the
-// diagonal, to the last, and keeps dk and dv in registers. Its share of dq is a 128 x 64 product per step, which has to
-// be summed over items. The sum is made in FP32 memory by the TMA unit, in a fixed order, which makes it deterministic:
+// One work item is a block of 128 keys of one head. It goes over the blocks of queries (128 at head size 64, 64 at 128)
+// from its own, which is the diagonal, to the last, and keeps dk and dv in registers. Its share of dq is a product per
+// step, which has to be summed over items. The sum is made in FP32 memory by the TMA unit, in a fixed order, which
+// makes it deterministic:
 //
-//   dq of query block i gets the shares of key blocks i, i - 1, ..., 0: the first is stored, the others are added. A
-//   counter per query block says how many are in; the share of key block j waits until it is i - j.
+//   dq of a query block gets the shares of key blocks j, j - 1, ..., 0, j the one on the diagonal: the first is stored,
+//   the others are added. A counter per query block says how many are in; the share of key block j waits for its turn.
+//   Key block 0 does not add its share: it reads the sum, adds its own in registers, scales, and writes dq, finished.
 //
-// Item (head, j) comes to query block i in its step i - j, so items of one head that start together never meet at a
-// block: each is one step behind its neighbour, which is the order wanted. Items are handed out by an atomic counter,
-// higher j first, so an item waits only for items that were handed out before it: no deadlock, wherever blocks run. dq
-// is then scaled and rounded to BF16 once, by a kernel of its own (its FP32 sum is 4 B T C bytes).
+// Items of one head that start together never meet at a query block: each is a step behind its neighbour, which is the
+// order wanted. But a share takes more than a step until its counter says so (2 to 3 us), so items of one head are
+// handed out some time apart: all last key blocks of 32 heads (T 1024), then the blocks before them, ... H200, 64 x 12
+// x 1024 x 64: 791 us instead of 854. It is an atomic counter that hands out, so an item waits only for items that were
+// handed out before it: no deadlock, wherever blocks run. The sums of `ring` heads are kept, 16 MB or so, which stay in
+// L2: a head's first share waits until the head that had the place before has left it.
 //
-//   threads    384: 2 warpgroups that compute (64 keys each), 1 that feeds them: one thread loads, one adds dq
-//   products   S^T = k q^T and dP^T = v dout^T (64 x 128 per warpgroup) leave P^T and dS^T in registers as A operands:
-//              dv += P^T dout, dk += dS^T q. For dq = dS k a warpgroup takes 64 queries and needs the other's dS: it
-//              goes through shared memory
-//   shared     tiles of 128 rows x 128 bytes with TMA's 128-byte swizzle; two stages of (q, dout, lse, delta), two of
-//              (k, v), so that the next item's tiles arrive while this one ends
+//   threads    384: 2 warpgroups that compute (64 keys each), 1 that feeds them: one thread loads, two add dq
+//   products   S^T = k q^T and dP^T = v dout^T leave P^T and dS^T in registers as A operands: dv += P^T dout,
+//              dk += dS^T q. For dq = dS k a warpgroup takes half of the queries (head size 128: half of the
+//              channels) and needs the other's dS: it goes through shared memory
+//   pipeline   S of the next step and dq of the last one are computed behind dv and dk of this step, so a warpgroup
+//   waits
+//              for nothing that was not started a while ago, and the two may be half a step apart
+//   shared     tiles of rows x 128 bytes with TMA's 128-byte swizzle, head size 128 in two panels of 64 channels; two
+//              stages of k, of (q, dout, lse, delta) and of dS, of v at head size 64 two, at 128 one: the next item's
+//              tiles arrive while this one ends
+//   output     E5M2 row-major and transposed with the slot's scale, or BF16, and column sums per 64 rows
 //   edges      TMA writes zeros beyond T and never crosses into the next row of the batch; lse is +inf there, so P = 0
 #ifndef ATTENTION_BUILTIN_WGMMA_CUH
 #define ATTENTION_BUILTIN_WGMMA_CUH
@@ -28,35 +38,77 @@
 
 #include "gpu.cuh"
 
-constexpr int WGMMA_ROWS = 128;                             // queries or keys per block
-constexpr int WGMMA_HS = 64;                                // head size
-constexpr int WGMMA_PANEL = 64;                             // channels of a row of a tile in shared memory
-constexpr int WGMMA_TILE_BYTES = WGMMA_ROWS * WGMMA_HS * 2; // 16 KB of BF16
-constexpr int WGMMA_DQ_FLOATS = WGMMA_ROWS * WGMMA_HS;      // of one block of dq
-constexpr int WGMMA_STATS_FLOATS = 2 * WGMMA_ROWS;          // lse, delta of one block
+constexpr int WGMMA_ROWS = 128;        // keys per block
+constexpr int WGMMA_HS = 64;           // head size at which the backward pass is always ours
+constexpr int WGMMA_PANEL = 64;        // channels in the 128 bytes of a swizzled row
+constexpr int WGMMA_PANEL_BYTES = 128; // of one row
+constexpr int WGMMA_TOGETHER = 256;    // items of the heads that are worked on together, about two per block
 constexpr int WGMMA_COMPUTE_THREADS = 256, WGMMA_THREADS = 384;
 
-// Shared memory, from a 1024-byte boundary on.
-constexpr int WGMMA_AT_KV = 0;                                    // 2 x (k, v)
-constexpr int WGMMA_AT_Q = WGMMA_AT_KV + 4 * WGMMA_TILE_BYTES;    // 2 x (q, dout)
-constexpr int WGMMA_AT_DS = WGMMA_AT_Q + 4 * WGMMA_TILE_BYTES;    // dS^T: 2 panels of 64 queries, 128 keys each
-constexpr int WGMMA_AT_DQ = WGMMA_AT_DS + 2 * WGMMA_TILE_BYTES;   // dq FP32
-constexpr int WGMMA_AT_STATS = WGMMA_AT_DQ + WGMMA_DQ_FLOATS * 4; // 2 x (lse, delta)
-constexpr int WGMMA_AT_ROWS = WGMMA_AT_STATS + 2 * WGMMA_STATS_FLOATS * 4; // 8 warps x 16 rows on their way out
-constexpr int WGMMA_AT_BARRIERS = WGMMA_AT_ROWS + WGMMA_ROWS * attention_row_bytes(WGMMA_HS);
-constexpr int WGMMA_SHARED_BYTES = WGMMA_AT_BARRIERS + 128 + 1024; // 1024: to reach the boundary
+// Sizes that depend on the head size. A warpgroup's registers hold S and dP (64 keys x queries) and dk and dv (64 keys
+// x channels): twice the channels, half the queries.
+__host__ __device__ constexpr int wgmma_queries(int HS) {
+    return HS == 64 ? 128 : 64;
+} // per block
+__host__ __device__ constexpr int wgmma_ratio(int HS) {
+    return WGMMA_ROWS / wgmma_queries(HS);
+} // query per key block
+__host__ __device__ constexpr int wgmma_v_stages(int HS) {
+    return HS == 64 ? 2 : 1;
+}
+__host__ __device__ constexpr int wgmma_kv_bytes(int HS) {
+    return WGMMA_ROWS * HS * 2;
+} // k or v
+__host__ __device__ constexpr int wgmma_q_bytes(int HS) {
+    return wgmma_queries(HS) * HS * 2;
+} // q or dout
+__host__ __device__ constexpr int wgmma_ds_bytes(int HS) {
+    return wgmma_queries(HS) * WGMMA_ROWS * 2;
+}
+__host__ __device__ constexpr int wgmma_dq_floats(int HS) {
+    return wgmma_queries(HS) * HS;
+} // of one block
+constexpr int WGMMA_HALF_DQ_BYTES = 64 * 64 * 4; // a warpgroup's share
+__host__ __device__ constexpr int wgmma_stats_floats(int HS) {
+    return 2 * wgmma_queries(HS);
+} // lse, delta
 
-// Byte offsets of the mbarriers and of the item numbers after WGMMA_AT_BARRIERS.
+// Shared memory, which begins at a multiple of 1024 bytes: k, v, (q, dout), dS, dq, (lse, delta), barriers.
+__host__ __device__ constexpr int wgmma_at_v(int HS) {
+    return 2 * wgmma_kv_bytes(HS);
+}
+__host__ __device__ constexpr int wgmma_at_q(int HS) {
+    return (2 + wgmma_v_stages(HS)) * wgmma_kv_bytes(HS);
+}
+__host__ __device__ constexpr int wgmma_at_ds(int HS) {
+    return wgmma_at_q(HS) + 4 * wgmma_q_bytes(HS);
+}
+__host__ __device__ constexpr int wgmma_at_dq(int HS) {
+    return wgmma_at_ds(HS) + 2 * wgmma_ds_bytes(HS);
+}
+__host__ __device__ constexpr int wgmma_at_stats(int HS) {
+    return wgmma_at_dq(HS) + 2 * WGMMA_HALF_DQ_BYTES;
+}
+__host__ __device__ constexpr int wgmma_at_barriers(int HS) {
+    return wgmma_at_stats(HS) + 2 * wgmma_stats_floats(HS) * 4;
+}
+__host__ __device__ constexpr int wgmma_shared_bytes(int HS) {
+    return wgmma_at_barriers(HS) + 192;
+}
+
+// Byte offsets of the mbarriers and of the item numbers from wgmma_at_barriers; two of each.
 enum {
-    WGMMA_KV_FULL = 0,   // [2]
-    WGMMA_KV_EMPTY = 16, // [2]
-    WGMMA_Q_FULL = 32,   // [2]
-    WGMMA_Q_EMPTY = 48,  // [2]
-    WGMMA_DS_FULL = 64,
-    WGMMA_DS_EMPTY = 72,
-    WGMMA_DQ_FULL = 80,
-    WGMMA_DQ_EMPTY = 88,
-    WGMMA_ITEM = 96, // [2] int
+    WGMMA_K_FULL = 0, // by stage
+    WGMMA_K_EMPTY = 16,
+    WGMMA_V_FULL = 32,
+    WGMMA_V_EMPTY = 48,
+    WGMMA_Q_FULL = 64,
+    WGMMA_Q_EMPTY = 80,
+    WGMMA_DS_FULL = 96,
+    WGMMA_DS_EMPTY = 112,
+    WGMMA_DQ_FULL = 128,  // of even and of odd steps
+    WGMMA_DQ_EMPTY = 144, // one
+    WGMMA_ITEM = 160,     // [2] int
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -109,6 +161,10 @@ static __device__ __forceinline__ void wgmma_proxy_fence() {
 static __device__ __forceinline__ void wgmma_shared_proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// The same before TMA touches global memory that was acquired.
+static __device__ __forceinline__ void wgmma_global_proxy_fence() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 // All 128 threads of a warpgroup. 0 is __syncthreads.
 static __device__ __forceinline__ void wgmma_group_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
@@ -128,6 +184,13 @@ template <int N> static __device__ __forceinline__ void wgmma_touch(float (&d)[N
 #pragma unroll
     for (int i = 0; i < N; i++) {
         asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+template <int N> static __device__ __forceinline__ void wgmma_touch(uint32_t (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        asm volatile("" : "+r"(a[i])::"memory");
     }
 }
 
@@ -164,6 +227,14 @@ static __device__ __forceinline__ void wgmma_64x128(float (&d)[64], uint64_t a, 
 }
 #define WGMMA_O4(d, i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
 #define WGMMA_O16(d, i) WGMMA_O4(d, i), WGMMA_O4(d, i + 4), WGMMA_O4(d, i + 8), WGMMA_O4(d, i + 12)
+// The same, d = and not +=; what d held before is dead, so its registers may have been anything.
+static __device__ __forceinline__ void wgmma_64x128_start(float (&d)[64], uint64_t a, uint64_t b) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " WGMMA_REGISTERS_64
+                 ", %64, %65, p, 1, 1, 0, 0;\n}"
+                 : WGMMA_O16(d, 0), WGMMA_O16(d, 16), WGMMA_O16(d, 32), WGMMA_O16(d, 48)
+                 : "l"(a), "l"(b));
+}
 // d (64, 64) (+)= a (64, 16) . b^T, b (64, 16); both k-contiguous in shared memory
 static __device__ __forceinline__ void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_REGISTERS_32
@@ -171,7 +242,6 @@ static __device__ __forceinline__ void wgmma_64x64(float (&d)[32], uint64_t a, u
                  : WGMMA_F16(d, 0), WGMMA_F16(d, 16)
                  : "l"(a), "l"(b));
 }
-// The same, d = and not +=; what d held before is dead, so its registers may have been anything.
 static __device__ __forceinline__ void wgmma_64x64_start(float (&d)[32], uint64_t a, uint64_t b) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_REGISTERS_32
@@ -186,6 +256,22 @@ static __device__ __forceinline__ void wgmma_64x128_registers(float (&d)[64], co
                  ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
                  : WGMMA_F16(d, 0), WGMMA_F16(d, 16), WGMMA_F16(d, 32), WGMMA_F16(d, 48)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+// d (64, 64) (+)= a (64, 16) . b, a from registers, b (16, 64) row-major in shared memory
+static __device__ __forceinline__ void wgmma_64x64_registers(float (&d)[32], const uint32_t* a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_REGISTERS_32
+                 ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
+                 : WGMMA_F16(d, 0), WGMMA_F16(d, 16)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+// d (64, 64) = a^T . b, a (16, 64) and b (16, 64) row-major in shared memory
+static __device__ __forceinline__ void wgmma_64x64_transposed_start(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_REGISTERS_32
+                 ", %32, %33, p, 1, 1, 1, 1;\n}"
+                 : WGMMA_O16(d, 0), WGMMA_O16(d, 16)
+                 : "l"(a), "l"(b));
 }
 // d (64, 64) += a (64, 16) . b, a from registers, b (16, 64) row-major in shared memory
 static __device__ __forceinline__ void wgmma_64x64_registers(float (&d)[32], const uint32_t* a, uint64_t b) {
@@ -209,6 +295,12 @@ static __device__ __forceinline__ void wgmma_stmatrix(uint32_t address, const ui
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
+// As above, every matrix transposed.
+static __device__ __forceinline__ void wgmma_stmatrix_transposed(uint32_t address, const uint32_t* r) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
 
 // 16 bytes of shared memory.
 static __device__ __forceinline__ uint4 wgmma_load_shared(uint32_t address) {
@@ -219,159 +311,490 @@ static __device__ __forceinline__ uint4 wgmma_load_shared(uint32_t address) {
                  : "memory");
     return x;
 }
+static __device__ __forceinline__ void wgmma_store_shared(uint32_t address, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+static __device__ __forceinline__ int wgmma_load_acquire(const int* p) {
+    int x;
+    asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+static __device__ __forceinline__ void wgmma_store_release(int* p, int x) {
+    asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// products of the backward pass; d, a, b as in the instructions above
+
+// Scores: d (64 keys, queries) = rows (64, HS) . columns (queries, HS)^T, from k and q or from v and dout.
+static __device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64_t rows, uint64_t columns) { // head size 64
+    wgmma_64x128_start(d, rows, columns);
+#pragma unroll
+    for (int c = 1; c < 4; c++) {
+        wgmma_64x128(d, rows + c * 2, columns + c * 2, 1);
+    }
+}
+static __device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t rows, uint64_t columns) { // 128: 2 panels
+    wgmma_64x64_start(d, rows, columns);
+#pragma unroll
+    for (int c = 1; c < 8; c++) {
+        wgmma_64x64(d, rows + c / 4 * (WGMMA_ROWS * WGMMA_PANEL_BYTES / 16) + c % 4 * 2,
+                    columns + c / 4 * (64 * WGMMA_PANEL_BYTES / 16) + c % 4 * 2);
+    }
+}
+// dk or dv: d (64 keys, HS) (+)= a (64, queries) . b (queries, HS), a from registers
+static __device__ __forceinline__ void wgmma_add_gradient(float (&d)[32], const uint32_t (&a)[32], uint64_t b,
+                                                          int add) {
+    wgmma_64x64_registers(d, a, b, add);
+#pragma unroll
+    for (int c = 1; c < 8; c++) {
+        wgmma_64x64_registers(d, a + 4 * c, b + c * 128);
+    }
+}
+static __device__ __forceinline__ void wgmma_add_gradient(float (&d)[64], const uint32_t (&a)[16], uint64_t b,
+                                                          int add) {
+    wgmma_64x128_registers(d, a, b, add);
+#pragma unroll
+    for (int c = 1; c < 4; c++) {
+        wgmma_64x128_registers(d, a + 4 * c, b + c * 128, 1);
+    }
+}
+// dq: d (64, 64) = ds^T (64, 128 keys) . k (128 keys, 64), ds and k with keys as rows
+static __device__ __forceinline__ void wgmma_dq(float (&d)[32], uint64_t ds, uint64_t k) {
+    wgmma_64x64_transposed_start(d, ds, k);
+#pragma unroll
+    for (int c = 1; c < 8; c++) {
+        wgmma_64x64_transposed(d, ds + c * 128, k + c * 128, 1);
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
+
+// What the backward kernel works on, beside the tensor maps.
+typedef struct {
+    FormsOut dqkv;      // (B*T, 3C): data and transposed, or wide
+    float* partials;    // (2 B num_blocks, 3C) sums of dqkv's columns over 64 rows of one batch row
+    float* dq;          // (ring, num_query_blocks, 2, 64 x 64 in the order of the registers) FP32, not scaled
+    int* counters;      // (B NH, num_query_blocks) shares in each block of dq; next item
+    const float* stats; // (B NH, num_query_blocks, 2, queries) lse, delta
+    int B, T, NH, num_blocks, cols; // cols = 3C
+    int ring, heads;                // heads whose dq is kept; heads that are worked on together
+} WgmmaBackward;
 
 // One of the kernel's work items: block j of head; which = b, h.
 typedef struct {
     int head, j, b, h;
 } WgmmaItem;
 
-static __device__ __forceinline__ WgmmaItem wgmma_item(int index, int num_blocks, int NH) {
+// Items in the order in which they are handed out: of some heads the last key block, then of the same heads the block
+// before it, ... So an item begins some time after the one of its head whose sums it waits for.
+static __device__ __forceinline__ WgmmaItem wgmma_item(int index, const WgmmaBackward& x) {
     WgmmaItem item;
-    item.head = index / num_blocks;
-    item.j = num_blocks - 1 - index % num_blocks;
-    item.b = item.head / NH;
-    item.h = item.head % NH;
+    const int first = index / (x.heads * x.num_blocks) * x.heads, rest = index - first * x.num_blocks,
+              heads = min(x.heads, x.B * x.NH - first);
+    item.head = first + rest % heads;
+    item.j = x.num_blocks - 1 - rest / heads;
+    item.b = item.head / x.NH;
+    item.h = item.head % x.NH;
     return item;
 }
 
-// stats (B NH, num_blocks, 2, 128) FP32: lse * log2(e), +inf beyond T; delta = rowsum(dout * out), 0 beyond T.
-// counters (B NH num_blocks + 1) int = 0: the shares in each query block of dq, and the next item.
-//   bytes    4 B T C read, 8 B NH T written;  8 threads per row of 64; deterministic
-__global__ void __launch_bounds__(256) wgmma_delta_kernel(float* stats, int* counters, const bf16* dout,
-                                                          const bf16* out, const float* lse, int B, int T, int NH) {
-    const int num_blocks = (T + WGMMA_ROWS - 1) / WGMMA_ROWS;
-    const int64_t rows = (int64_t)B * num_blocks * WGMMA_ROWS * NH;
-    const int64_t thread = blockIdx.x * (int64_t)256 + threadIdx.x, row = thread / 8;
-    const int part = threadIdx.x % 8;
-    if (thread <= (int64_t)B * NH * num_blocks) { counters[thread] = 0; }
-    if (row >= rows) { return; } // whole groups of 8
-    const int h = row % NH, t = row / NH % (num_blocks * WGMMA_ROWS), b = row / NH / (num_blocks * WGMMA_ROWS);
-    float sum = 0.0f;
-    if (t < T) {
-        size_t at = (((size_t)b * T + t) * NH + h) * WGMMA_HS + part * 8;
-        uint4 x = *(const uint4*)(out + at), y = *(const uint4*)(dout + at);
-        sum = (attention_dot2(x.x, y.x) + attention_dot2(x.y, y.y)) +
-              (attention_dot2(x.z, y.z) + attention_dot2(x.w, y.w));
+static __host__ __device__ inline size_t wgmma_num_counters(int B, int NH, int num_query_blocks) {
+    return (size_t)B * NH * num_query_blocks;
+}
+
+// stats (B NH, num_query_blocks, 2, queries) FP32: lse * log2(e), +inf beyond T; delta = rowsum(dout * out), 0 beyond
+// T. counters (wgmma_num_counters + 1) int = 0.
+//   bytes    4 B T C read, 8 B NH T written: 201 MB at B,NH,T,HS = 64,12,1024,64, 48 us at 4.2 TB/s; memory-bound
+//   threads  256, of which HS / 8 have 8 channels of a row each: 64 rows of a head in a block, all loads before the
+//            first use; blocks of the same rows of all heads are neighbours
+//   bits     deterministic
+template <int HS>
+__global__ void __launch_bounds__(256)
+    wgmma_delta_kernel(float* stats, int* counters, const bf16* dout, const bf16* out, const float* lse, int B, int T,
+                       int NH, int num_query_blocks) {
+    constexpr int QUERIES = wgmma_queries(HS), THREADS = HS / 8, ROWS = 256 / THREADS, PASSES = 64 / ROWS;
+    const int num_groups = num_query_blocks * (QUERIES / 64), h = blockIdx.x % NH, group = blockIdx.x / NH % num_groups,
+              b = blockIdx.x / NH / num_groups, part = threadIdx.x % THREADS;
+    const int64_t thread = blockIdx.x * (int64_t)256 + threadIdx.x;
+    if (thread <= (int64_t)wgmma_num_counters(B, NH, num_query_blocks)) { counters[thread] = 0; }
+    uint4 x[PASSES] = {}, y[PASSES] = {};
+    float row_lse[PASSES] = {};
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        const int t = group * 64 + i * ROWS + threadIdx.x / THREADS;
+        if (t < T) {
+            const size_t at = (((size_t)b * T + t) * NH + h) * HS + part * 8;
+            x[i] = load_vector(out + at);
+            y[i] = load_vector(dout + at);
+            row_lse[i] = lse[((size_t)b * NH + h) * T + t];
+        }
     }
-    const uint32_t group = 0xFFu << (threadIdx.x % 32 / 8 * 8);
-    sum += __shfl_xor_sync(group, sum, 1);
-    sum += __shfl_xor_sync(group, sum, 2);
-    sum += __shfl_xor_sync(group, sum, 4);
-    if (part == 0) {
-        const size_t head = (size_t)b * NH + h;
-        float* to = stats + (head * num_blocks + t / WGMMA_ROWS) * WGMMA_STATS_FLOATS + t % WGMMA_ROWS;
-        to[0] = t < T ? lse[head * T + t] * ATTENTION_LOG2E : INFINITY;
-        to[WGMMA_ROWS] = sum;
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        const int t = group * 64 + i * ROWS + threadIdx.x / THREADS;
+        float sum = (attention_dot2(x[i].x, y[i].x) + attention_dot2(x[i].y, y[i].y)) +
+                    (attention_dot2(x[i].z, y[i].z) + attention_dot2(x[i].w, y[i].w));
+#pragma unroll
+        for (int distance = 1; distance < THREADS; distance *= 2) {
+            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+        }
+        if (part == 0) {
+            float* to = stats + (((size_t)b * NH + h) * num_query_blocks + t / QUERIES) * 2 * QUERIES + t % QUERIES;
+            to[0] = t < T ? row_lse[i] * ATTENTION_LOG2E : INFINITY;
+            to[QUERIES] = sum;
+        }
     }
+}
+
+// threadIdx.x, read anew each time: what is derived from it is derived again instead of being kept.
+static __device__ __forceinline__ int wgmma_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// The number of the block's next item, when its k is there.
+static __device__ __forceinline__ int wgmma_next_item(uint32_t barriers, int round) {
+    int index;
+    wgmma_barrier_wait(barriers + WGMMA_K_FULL + round % 2 * 8, round / 2 % 2);
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(barriers + WGMMA_ITEM + round % 2 * 4) : "memory");
+    return index;
 }
 
 // The thread that loads: hands out items, and keeps the stages of k, v and of q, dout, lse, delta full.
-static __device__ __forceinline__ void wgmma_load_loop(uint32_t shared, const CUtensorMap* qkv_map,
-                                                       const CUtensorMap* dout_map, const float* stats, int* next_item,
-                                                       int num_items, int num_blocks, int NH) {
-    const uint32_t barriers = shared + WGMMA_AT_BARRIERS;
+template <int HS>
+static __device__ __forceinline__ void wgmma_load_loop(uint32_t shared, const CUtensorMap* kv_map,
+                                                       const CUtensorMap* q_map, const CUtensorMap* dout_map,
+                                                       const WgmmaBackward& x) {
+    constexpr int QUERIES = wgmma_queries(HS), R = wgmma_ratio(HS), STAGES = wgmma_v_stages(HS), PANELS = HS / 64;
+    constexpr int KV_BYTES = wgmma_kv_bytes(HS), Q_BYTES = wgmma_q_bytes(HS), STATS_BYTES = wgmma_stats_floats(HS) * 4;
+    const uint32_t barriers = shared + wgmma_at_barriers(HS);
+    const int num_query_blocks = x.num_blocks * R, num_items = x.B * x.NH * x.num_blocks;
+    int* const next_item = x.counters + wgmma_num_counters(x.B, x.NH, num_query_blocks);
     int step = 0;
+#pragma unroll 1
     for (int round = 0;; round++) {
-        const int kv = round % 2, index = atomicAdd(next_item, 1);
-        const uint32_t kv_full = barriers + WGMMA_KV_FULL + kv * 8,
-                       k_tile = shared + WGMMA_AT_KV + kv * 2 * WGMMA_TILE_BYTES;
-        wgmma_barrier_wait(barriers + WGMMA_KV_EMPTY + kv * 8, (round / 2 + 1) % 2);
-        asm volatile("st.shared.s32 [%0], %1;" ::"r"(barriers + WGMMA_ITEM + kv * 4), "r"(index) : "memory");
+        const int index = atomicAdd(next_item, 1), v = round % STAGES;
+        const uint32_t k_full = barriers + WGMMA_K_FULL + round % 2 * 8, v_full = barriers + WGMMA_V_FULL + v * 8,
+                       k_tile = shared + round % 2 * KV_BYTES, v_tile = shared + wgmma_at_v(HS) + v * KV_BYTES;
+        wgmma_barrier_wait(barriers + WGMMA_K_EMPTY + round % 2 * 8, (round / 2 + 1) % 2);
+        asm volatile("st.shared.s32 [%0], %1;" ::"r"(barriers + WGMMA_ITEM + round % 2 * 4), "r"(index) : "memory");
         if (index >= num_items) {
-            wgmma_barrier_arrive(kv_full);
+            wgmma_barrier_arrive(k_full);
             break;
         }
-        const WgmmaItem item = wgmma_item(index, num_blocks, NH);
-        wgmma_barrier_expect(kv_full, 2 * WGMMA_TILE_BYTES);
-        wgmma_load_tile(k_tile, qkv_map, NH + item.h, item.j * WGMMA_ROWS, item.b, kv_full);
-        wgmma_load_tile(k_tile + WGMMA_TILE_BYTES, qkv_map, 2 * NH + item.h, item.j * WGMMA_ROWS, item.b, kv_full);
-        for (int i = item.j; i < num_blocks; i++, step++) {
+        const WgmmaItem item = wgmma_item(index, x);
+        wgmma_barrier_expect(k_full, KV_BYTES);
+        for (int p = 0; p < PANELS; p++) {
+            wgmma_load_panel(k_tile + p * (KV_BYTES / PANELS), kv_map, p * 64, x.NH + item.h, item.j * WGMMA_ROWS,
+                             item.b, k_full);
+        }
+#pragma unroll 1 // few registers
+        for (int i = item.j * R; i < num_query_blocks; i++, step++) {
             const int slot = step % 2;
             const uint32_t full = barriers + WGMMA_Q_FULL + slot * 8,
-                           q_tile = shared + WGMMA_AT_Q + slot * 2 * WGMMA_TILE_BYTES;
+                           q_tile = shared + wgmma_at_q(HS) + slot * 2 * Q_BYTES;
             wgmma_barrier_wait(barriers + WGMMA_Q_EMPTY + slot * 8, (step / 2 + 1) % 2);
-            wgmma_barrier_expect(full, 2 * WGMMA_TILE_BYTES + WGMMA_STATS_FLOATS * 4);
-            wgmma_load_tile(q_tile, qkv_map, item.h, i * WGMMA_ROWS, item.b, full);
-            wgmma_load_tile(q_tile + WGMMA_TILE_BYTES, dout_map, item.h, i * WGMMA_ROWS, item.b, full);
-            wgmma_load_bytes(shared + WGMMA_AT_STATS + slot * WGMMA_STATS_FLOATS * 4,
-                             stats + ((size_t)item.head * num_blocks + i) * WGMMA_STATS_FLOATS, WGMMA_STATS_FLOATS * 4,
-                             full);
-        }
-    }
-}
-
-// The thread that adds dq: each share when its turn has come.
-static __device__ __forceinline__ void wgmma_dq_loop(uint32_t shared, float* dq, int* shares, int num_items,
-                                                     int num_blocks, int NH) {
-    const uint32_t barriers = shared + WGMMA_AT_BARRIERS, from = shared + WGMMA_AT_DQ;
-    int step = 0;
-    for (int round = 0;; round++) {
-        const int kv = round % 2;
-        int index;
-        wgmma_barrier_wait(barriers + WGMMA_KV_FULL + kv * 8, round / 2 % 2);
-        asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(barriers + WGMMA_ITEM + kv * 4) : "memory");
-        if (index >= num_items) { break; }
-        wgmma_barrier_arrive(barriers + WGMMA_KV_EMPTY + kv * 8); // the item number is read
-        const WgmmaItem item = wgmma_item(index, num_blocks, NH);
-        for (int i = item.j; i < num_blocks; i++, step++) {
-            const size_t block = (size_t)item.head * num_blocks + i;
-            float* to = dq + block * WGMMA_DQ_FLOATS;
-            wgmma_barrier_wait(barriers + WGMMA_DQ_FULL, step % 2);
-            if (i == item.j) {
-                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
-                             "r"(WGMMA_DQ_FLOATS * 4)
-                             : "memory");
-            } else {
-                int in;
-                do {
-                    asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(in) : "l"(shares + block) : "memory");
-                } while (in < i - item.j);
-                wgmma_proxy_fence();
-                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-                             "r"(from), "r"(WGMMA_DQ_FLOATS * 4)
-                             : "memory");
+            wgmma_barrier_expect(full, 2 * Q_BYTES + STATS_BYTES);
+            for (int p = 0; p < PANELS; p++) {
+                const uint32_t to = q_tile + p * (Q_BYTES / PANELS);
+                wgmma_load_panel(to, q_map, p * 64, item.h, i * QUERIES, item.b, full);
+                wgmma_load_panel(to + Q_BYTES, dout_map, p * 64, item.h, i * QUERIES, item.b, full);
             }
-            asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-            wgmma_barrier_arrive(barriers + WGMMA_DQ_EMPTY);
-            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-            wgmma_proxy_fence();
-            asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(shares + block), "r"(i - item.j + 1) : "memory");
+            wgmma_load_bytes(shared + wgmma_at_stats(HS) + slot * STATS_BYTES,
+                             x.stats + ((size_t)item.head * num_query_blocks + i) * (STATS_BYTES / 4), STATS_BYTES,
+                             full);
+            if (i == item.j * R) { // v after the first q: S of an item begins while the item before still holds v
+                wgmma_barrier_wait(barriers + WGMMA_V_EMPTY + v * 8, (round / STAGES + 1) % 2);
+                wgmma_barrier_expect(v_full, KV_BYTES);
+                for (int p = 0; p < PANELS; p++) {
+                    wgmma_load_panel(v_tile + p * (KV_BYTES / PANELS), kv_map, p * 64, 2 * x.NH + item.h,
+                                     item.j * WGMMA_ROWS, item.b, v_full);
+                }
+            }
         }
     }
 }
 
-// dk and dv of dqkv (B, T, 3, NH, 64) BF16, and dq (B NH, num_blocks, 128 x 64 in the order of the registers) FP32,
-// not scaled.
+// A thread that adds dq: that of every other step, when its turn has come; for key block 0 it fetches the sum of the
+// step after. Two threads, because a share is on its way for about as long as a step takes, until it may be announced.
+template <int HS>
+static __device__ __forceinline__ void wgmma_dq_loop(uint32_t shared, int parity, const WgmmaBackward& x) {
+    constexpr int R = wgmma_ratio(HS), BYTES = wgmma_dq_floats(HS) * 4;
+    const uint32_t barriers = shared + wgmma_at_barriers(HS), from = shared + wgmma_at_dq(HS),
+                   full = barriers + WGMMA_DQ_FULL + parity * 8, empty = barriers + WGMMA_DQ_EMPTY;
+    const int num_query_blocks = x.num_blocks * R, num_items = x.B * x.NH * x.num_blocks;
+    int step = 0;
+#pragma unroll 1
+    for (int round = 0;; round++) {
+        const int index = wgmma_next_item(barriers, round);
+        if (index >= num_items) { break; }
+        wgmma_barrier_arrive(barriers + WGMMA_K_EMPTY + round % 2 * 8); // the item number is read
+        const WgmmaItem item = wgmma_item(index, x);
+        const int j = item.j;
+        int* in = x.counters + (size_t)item.head * num_query_blocks + j * R;
+        float* to = x.dq + ((size_t)(item.head % x.ring) * num_query_blocks + j * R) * wgmma_dq_floats(HS);
+#pragma unroll 1
+        for (int i = j * R; i < num_query_blocks; i++, step++, in++, to += wgmma_dq_floats(HS)) {
+            if (step % 2 != parity) { continue; }
+            if (j > 0) {
+                const int first = i / R == j; // its place is free when another head's last share is in
+                if (!first || item.head >= x.ring) {
+                    const int* turn = first ? in - (size_t)x.ring * num_query_blocks : in;
+                    const int shares = first ? i / R + 1 : i / R - j;
+                    while (wgmma_load_acquire(turn) < shares) {}
+                    wgmma_global_proxy_fence();
+                }
+                wgmma_barrier_wait(full, step / 2 % 2);
+                if (first) {
+                    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                                 "r"(BYTES)
+                                 : "memory");
+                } else {
+                    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                                 "r"(from), "r"(BYTES)
+                                 : "memory");
+                }
+                asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+                wgmma_barrier_arrive(empty);
+                // when it is complete it is visible to this thread, and by the release to who acquires the counter
+                asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+                wgmma_store_release(in, i / R - j + 1);
+            } else {
+                const int fetch = i + 1 < num_query_blocks && i + 1 >= R;
+                if (fetch) {
+                    while (wgmma_load_acquire(in + 1) < (i + 1) / R) {}
+                    wgmma_global_proxy_fence();
+                }
+                wgmma_barrier_wait(full, step / 2 % 2); // the warpgroups have taken the sum of this block
+                if (fetch) {
+                    wgmma_barrier_expect(empty, BYTES);
+                    wgmma_load_bytes(from, to + wgmma_dq_floats(HS), BYTES, empty);
+                } else {
+                    wgmma_barrier_arrive(empty);
+                }
+                wgmma_store_release(in, i / R + 1);
+            }
+        }
+    }
+}
+
+// a and b of two lanes that differ in bit `d` of their numbers: the lower one's b for the higher one's a.
+static __device__ __forceinline__ void wgmma_exchange(uint32_t& a, uint32_t& b, int d) {
+    const int high = wgmma_thread() & d;
+    const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, high ? a : b, d);
+    a = high ? got : a;
+    b = high ? b : got;
+}
+
+// The four words of the 4 lanes of a quad, transposed: lane l gets word l of lanes 0 to 3.
+static __device__ __forceinline__ void wgmma_quad_transpose(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+    wgmma_exchange(a, b, 1);
+    wgmma_exchange(c, d, 1);
+    wgmma_exchange(a, c, 2);
+    wgmma_exchange(b, d, 2);
+}
+
+// Where a tile of 64 x 64 goes.
+typedef struct {
+    uint32_t scratch; // 8 KB of shared memory that is the warpgroup's own
+    int b, t, column; // batch row, first row in it, first column
+} WgmmaTile;
+
+// The row-major forms of 8 of every 16 rows of a tile, from row `half` on: w[n] has columns 8 n + 2 (thread % 4) and
+// + 1.
+static __device__ __forceinline__ void wgmma_emit_rows(const WgmmaBackward& x, WgmmaTile tile, uint32_t (&w)[8],
+                                                       int thread, int half, float scale) {
+    const FormsOut& y = x.dqkv;
+    const int row = thread / 32 * 16 + half + thread % 32 / 4;
+    wgmma_quad_transpose(w[0], w[1], w[2], w[3]); // a quad has 4 x 8 columns of a row at a time
+    wgmma_quad_transpose(w[4], w[5], w[6], w[7]);
+#pragma unroll
+    for (int n = 0; n < 8; n += 4) {
+        const size_t at = ((size_t)tile.b * x.T + tile.t + row) * x.cols + tile.column + 8 * (n + thread % 4);
+        if (row < x.T - tile.t) {
+            const uint4 raw = make_uint4(w[n], w[n + 1], w[n + 2], w[n + 3]);
+            if (y.wide != NULL) { store_vector(y.wide + at, raw); }
+            if (y.data != NULL) {
+                float v[8];
+                unpack8(v, raw);
+                *(uint2*)(y.data + at) =
+                    make_uint2(fp8_pack<e5m2>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale),
+                               fp8_pack<e5m2>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale));
+            }
+        }
+    }
+}
+
+// A 64 x 64 tile of a product, d * factor, rounded to BF16, two columns in a word: of the warp's 16 rows, low has row
+// lane / 4 and high row lane / 4 + 8; word n has columns 8 n + 2 (lane % 4) and + 1.
+static __device__ __forceinline__ void wgmma_round(uint32_t (&low)[8], uint32_t (&high)[8], const float* d,
+                                                   float factor) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        low[n] = attention_pack(d[4 * n] * factor, d[4 * n + 1] * factor);
+        high[n] = attention_pack(d[4 * n + 2] * factor, d[4 * n + 3] * factor);
+    }
+}
+
+// A rounded tile to every form of dqkv; its column sums to the partials; returns the raised amax. Called by the 128
+// threads of a warpgroup; each has done before what it does with the scratch. Rows beyond T are zeros and not stored.
+// FP8 codes are made of the rounded values: the bits that quantize_backward makes of the BF16 form.
+static __device__ __forceinline__ float wgmma_emit(const WgmmaBackward& x, WgmmaTile tile, uint32_t (&low)[8],
+                                                   uint32_t (&high)[8], int group, float amax) {
+    const int thread = wgmma_thread() % 128, lane = thread % 32, warp = thread / 32, rows_left = x.T - tile.t;
+    const FormsOut& y = x.dqkv;
+    const size_t first_row = (size_t)tile.b * x.T + tile.t;
+    const float scale = y.slot != NULL ? y.slot->scale : 1.0f;
+    wgmma_group_sync(group); // nobody reads what the scratch held before
+    // by columns: 64 rows of BF16 are 128 bytes, 16-byte chunks swizzled as TMA does
+    const uint32_t to =
+        tile.scratch + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+        const uint32_t matrices[4] = {low[n], high[n], low[n + 1], high[n + 1]};
+        wgmma_stmatrix_transposed(to + n * 8 * 128, matrices);
+    }
+    wgmma_group_sync(group);
+    {
+        const int column = thread / 2, part = thread % 2; // 16 of 32 rows, twice
+        float sum = 0.0f;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = 32 * half + 16 * part;
+            uint32_t codes[4];
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                float v[8];
+                unpack8(v, wgmma_load_shared(tile.scratch + column * 128 + (((row / 8 + c) ^ (column & 7)) << 4)));
+                amax = amax8(amax, v);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    sum += v[i];
+                }
+                codes[2 * c] = fp8_pack<e5m2>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
+                codes[2 * c + 1] = fp8_pack<e5m2>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale);
+            }
+            if (y.transposed != NULL && row < rows_left) {
+                *(uint4*)(y.transposed + (size_t)(tile.column + column) * ((size_t)x.B * x.T) + first_row + row) =
+                    make_uint4(codes[0], codes[1], codes[2], codes[3]);
+            }
+        }
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        if (part == 0) {
+            x.partials[((size_t)tile.b * 2 * x.num_blocks + tile.t / 64) * x.cols + tile.column + column] = sum;
+        }
+    }
+    wgmma_emit_rows(x, tile, low, thread, 0, scale);
+    wgmma_emit_rows(x, tile, high, thread, 8, scale);
+    return amax;
+}
+
+// One warpgroup's dq of item `index` and query block i, from the registers: to the thread that adds it, or, for key
+// block 0, to memory. Called in the order of the steps; returns the raised amax.
+template <int HS>
+static __device__ __forceinline__ float wgmma_put_dq(uint32_t shared, const WgmmaBackward& x, int index, int i,
+                                                     const float (&dq)[32], int step, int group, float amax) {
+    constexpr int QUERIES = wgmma_queries(HS), R = wgmma_ratio(HS);
+    const uint32_t barriers = shared + wgmma_at_barriers(HS),
+                   half = shared + wgmma_at_dq(HS) + group * WGMMA_HALF_DQ_BYTES,
+                   mine = half + wgmma_thread() % 128 * 16;
+    wgmma_barrier_wait(barriers + WGMMA_DQ_EMPTY, (step + 1) % 2);
+    const WgmmaItem item = wgmma_item(index, x);
+    if (item.j > 0) {
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            wgmma_store_shared(mine + n * 2048, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+        }
+    } else {
+        const float factor = 1.0f / sqrtf((float)HS);
+        uint32_t low[8], high[8];
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const uint4 sum = i < R ? make_uint4(0, 0, 0, 0) : wgmma_load_shared(mine + n * 2048);
+            low[n] = attention_pack((__uint_as_float(sum.x) + dq[4 * n]) * factor,
+                                    (__uint_as_float(sum.y) + dq[4 * n + 1]) * factor);
+            high[n] = attention_pack((__uint_as_float(sum.z) + dq[4 * n + 2]) * factor,
+                                     (__uint_as_float(sum.w) + dq[4 * n + 3]) * factor);
+        }
+        WgmmaTile tile;
+        tile.scratch = half;
+        tile.b = item.b;
+        tile.t = i * QUERIES + (HS == 64 ? 64 * group : 0);
+        tile.column = item.h * HS + (HS == 64 ? 0 : 64 * group);
+        amax = wgmma_emit(x, tile, low, high, group, amax);
+    }
+    wgmma_shared_proxy_fence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) { wgmma_barrier_arrive(barriers + WGMMA_DQ_FULL + step % 2 * 8); }
+    return amax;
+}
+
+// Elements [FIRST, LAST) of s: e = P^T = exp(S^T / sqrt(HS) - lse), and rounded to BF16 in p. N floats in e.
+template <int FIRST, int LAST, int N>
+static __device__ __forceinline__ void wgmma_probabilities(float (&e)[N], uint32_t (&p)[N / 2], const float* lse,
+                                                           float scale_log2) {
+#pragma unroll
+    for (int n = FIRST / 4; n < LAST / 4; n++) {
+        const float2 pair = *(const float2*)(lse + 8 * n);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            e[4 * n + i] = attention_exp2(fmaf(e[4 * n + i], scale_log2, i % 2 ? -pair.y : -pair.x));
+        }
+        p[2 * n] = attention_pack(e[4 * n], e[4 * n + 1]);
+        p[2 * n + 1] = attention_pack(e[4 * n + 2], e[4 * n + 3]);
+    }
+}
+
+// The same elements of dS^T = P^T (dP^T - delta), rounded to BF16.
+template <int FIRST, int LAST, int N>
+static __device__ __forceinline__ void wgmma_score_gradients(uint32_t (&ds)[N / 2], const float (&e)[N],
+                                                             const float (&dp)[N], const float* delta) {
+#pragma unroll
+    for (int n = FIRST / 4; n < LAST / 4; n++) {
+        const float2 pair = *(const float2*)(delta + 8 * n);
+        ds[2 * n] = attention_pack(e[4 * n] * (dp[4 * n] - pair.x), e[4 * n + 1] * (dp[4 * n + 1] - pair.y));
+        ds[2 * n + 1] =
+            attention_pack(e[4 * n + 2] * (dp[4 * n + 2] - pair.x), e[4 * n + 3] * (dp[4 * n + 3] - pair.y));
+    }
+}
+
+// dqkv (B, T, 3, NH, HS) in all its forms, and the sums of its columns over 64 rows.
 //   flops    5 products, 5 B NH T^2 HS: 258 G at B,NH,T,HS = 64,12,1024,64, 261 us at 989 TFLOP/s; blocks on
 //            the diagonal are computed whole: 1 + 128 / T of that
-//   bytes    16 B T NH HS, and dq: 4 B T NH HS written, and added to in L2 T / 256 times
+//   bytes    10 B T NH HS read, 6 (BF16 or both E5M2 forms) written; dq's FP32 sums stay in L2
 //   numerics P from lse in FP32, rounded to BF16 for dv; dS from the unrounded P, rounded to BF16; FP32 accumulators,
-//            dk and dv rounded once
+//            gradients rounded to BF16 once, and from there to E5M2
 //   grid     as many blocks as there are multiprocessors, or fewer
 //   bits     deterministic
+template <int HS>
 __global__ void __launch_bounds__(WGMMA_THREADS, 1)
-    wgmma_backward_kernel(bf16* dqkv, float* dq_sum, int* counters, const __grid_constant__ CUtensorMap qkv_map,
-                          const __grid_constant__ CUtensorMap dout_map, const float* stats, int B, int T, int NH) {
-    extern __shared__ char wgmma_shared[];
-    const uint32_t unaligned = attention_shared_address(wgmma_shared), shared = (unaligned + 1023) & ~1023u;
-    char* const shared_bytes = wgmma_shared + (shared - unaligned);
-    const uint32_t barriers = shared + WGMMA_AT_BARRIERS;
-    const int num_blocks = (T + WGMMA_ROWS - 1) / WGMMA_ROWS, num_items = B * NH * num_blocks;
+    wgmma_backward_kernel(const __grid_constant__ WgmmaBackward x, const __grid_constant__ CUtensorMap kv_map,
+                          const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map) {
+    constexpr int QUERIES = wgmma_queries(HS), R = wgmma_ratio(HS), STAGES = wgmma_v_stages(HS);
+    constexpr int KV_BYTES = wgmma_kv_bytes(HS), Q_BYTES = wgmma_q_bytes(HS), DS_BYTES = wgmma_ds_bytes(HS);
+    constexpr int S = QUERIES / 2, D = HS / 2; // registers of 64 x queries, of 64 x channels
+    extern __shared__ __align__(1024) char wgmma_shared[];
+    const uint32_t shared = attention_shared_address(wgmma_shared), barriers = shared + wgmma_at_barriers(HS);
+    const int num_query_blocks = x.num_blocks * R, num_items = x.B * x.NH * x.num_blocks;
     const int warp = attention_warp(), lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
+        if (shared % 1024 != 0) { __trap(); }
         for (int i = 0; i < 2; i++) {
-            wgmma_barrier_init(barriers + WGMMA_KV_FULL + i * 8, 1);
-            wgmma_barrier_init(barriers + WGMMA_KV_EMPTY + i * 8, 8 + 1);
+            wgmma_barrier_init(barriers + WGMMA_K_FULL + i * 8, 1);
+            wgmma_barrier_init(barriers + WGMMA_K_EMPTY + i * 8, 8 + 2);
+            wgmma_barrier_init(barriers + WGMMA_V_FULL + i * 8, 1);
+            wgmma_barrier_init(barriers + WGMMA_V_EMPTY + i * 8, 8);
             wgmma_barrier_init(barriers + WGMMA_Q_FULL + i * 8, 1);
             wgmma_barrier_init(barriers + WGMMA_Q_EMPTY + i * 8, 8);
+            wgmma_barrier_init(barriers + WGMMA_DS_FULL + i * 8, 8);
+            wgmma_barrier_init(barriers + WGMMA_DS_EMPTY + i * 8, 8);
+            wgmma_barrier_init(barriers + WGMMA_DQ_FULL + i * 8, 8);
         }
-        wgmma_barrier_init(barriers + WGMMA_DS_FULL, 8);
-        wgmma_barrier_init(barriers + WGMMA_DS_EMPTY, 8);
-        wgmma_barrier_init(barriers + WGMMA_DQ_FULL, 8);
         wgmma_barrier_init(barriers + WGMMA_DQ_EMPTY, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         wgmma_proxy_fence();
@@ -380,201 +803,225 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
 
     if (warp >= WGMMA_COMPUTE_THREADS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (warp == WGMMA_COMPUTE_THREADS / 32 && lane == 0) {
-            wgmma_load_loop(shared, &qkv_map, &dout_map, stats, counters + num_items, num_items, num_blocks, NH);
-        }
-        if (warp == WGMMA_COMPUTE_THREADS / 32 + 1 && lane == 0) {
-            wgmma_dq_loop(shared, dq_sum, counters, num_items, num_blocks, NH);
-        }
+        const int role = warp - WGMMA_COMPUTE_THREADS / 32;
+        if (role == 0 && lane == 0) { wgmma_load_loop<HS>(shared, &kv_map, &q_map, &dout_map, x); }
+        if ((role == 1 || role == 2) && lane == 0) { wgmma_dq_loop<HS>(shared, role - 1, x); }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        const float scale = 1.0f / sqrtf((float)WGMMA_HS), scale_log2 = scale * ATTENTION_LOG2E;
-        const int group = warp / 4; // this warpgroup's 64 keys, and 64 queries of dq
-        const int C = NH * WGMMA_HS;
-        const int stats_lane = WGMMA_AT_STATS / 4 + (lane % 4) * 2;
-        const int limit = 16 * warp + lane / 4 - (lane % 4) * 2; // key - query of this lane's first element
+        const float scale = 1.0f / sqrtf((float)HS), scale_log2 = scale * ATTENTION_LOG2E;
+        const int group = warp / 4; // this warpgroup's 64 keys, and half of dq
+        const float* const stats_lane = (const float*)(wgmma_shared + wgmma_at_stats(HS)) + (lane % 4) * 2;
+        const int limit = 16 * warp + lane / 4 - (lane % 4) * 2; // key - query of this lane's first element, diagonal
         // this lane's address for stmatrix: lanes 0-7, 8-15 rows 0-7, 8-15 of the warp's; lanes 16.. the next chunk
-        const int ds_row = 16 * warp + (lane & 15), ds_chunk = lane >> 4, ds_swizzle = lane & 7;
-        const uint32_t ds_lane = shared + WGMMA_AT_DS + ds_row * 128;
-        int step = 0;
-        for (int round = 0;; round++) {
-            const int kv = round % 2;
-            int index;
-            wgmma_barrier_wait(barriers + WGMMA_KV_FULL + kv * 8, round / 2 % 2);
-            asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(barriers + WGMMA_ITEM + kv * 4) : "memory");
-            if (index >= num_items) { break; }
-            const int j = num_blocks - 1 - index % num_blocks;
-            const uint32_t k_tile = shared + WGMMA_AT_KV + kv * 2 * WGMMA_TILE_BYTES;
-            const uint64_t k_rows = wgmma_operand(k_tile + group * 8192);
-            const uint64_t v_rows = wgmma_operand(k_tile + WGMMA_TILE_BYTES + group * 8192);
-            const uint64_t k_columns = wgmma_operand(k_tile);
-            const uint64_t ds_columns = wgmma_operand(shared + WGMMA_AT_DS + group * WGMMA_TILE_BYTES);
-            float dk[32], dv[32];
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                dk[i] = dv[i] = 0.0f;
-            }
+        const uint32_t ds_lane = shared + wgmma_at_ds(HS) + (16 * warp + (lane & 15)) * WGMMA_PANEL_BYTES;
+        const int ds_chunk = lane >> 4, ds_swizzle = lane & 7;
+        float amax = 0.0f;
+        float s[S], dk[D], dv[D], dq[32];
+        uint32_t p[S / 2], ds[S / 2];
+        int step = 0, round = 0, index = wgmma_next_item(barriers, 0), last_index = 0;
+        const uint32_t k_rows = shared + group * 64 * WGMMA_PANEL_BYTES, q_tiles = shared + wgmma_at_q(HS);
+        const uint32_t k_columns = shared + (HS == 64 ? 0 : group * WGMMA_ROWS * WGMMA_PANEL_BYTES);
+        const uint32_t ds_columns = shared + wgmma_at_ds(HS) + (HS == 64 ? group * WGMMA_ROWS * WGMMA_PANEL_BYTES : 0);
+        if (index < num_items) { wgmma_barrier_wait(barriers + WGMMA_Q_FULL, 0); } // else other blocks took them all
+        wgmma_fence();
+        wgmma_scores(s, wgmma_operand(k_rows), wgmma_operand(q_tiles));
+        wgmma_commit();
 #pragma unroll 1
-            for (int i = j; i < num_blocks; i++, step++) {
+        for (; index < num_items; round++) {
+            const WgmmaItem item = wgmma_item(index, x);
+            const int first = item.j * R;
+            int next_index = index;
+            const uint32_t v_rows =
+                shared + wgmma_at_v(HS) + round % STAGES * KV_BYTES + group * 64 * WGMMA_PANEL_BYTES;
+            wgmma_barrier_wait(barriers + WGMMA_V_FULL + round % STAGES * 8, round / STAGES % 2);
+#pragma unroll 1
+            for (int i = first; i < num_query_blocks; i++) {
+                // S of this step is on its way
                 const int slot = step % 2;
-                const uint32_t q_tile = shared + WGMMA_AT_Q + slot * 2 * WGMMA_TILE_BYTES;
-                const uint64_t q_operand = wgmma_operand(q_tile),
-                               dout_operand = wgmma_operand(q_tile + WGMMA_TILE_BYTES);
-                const float* column_stats = (const float*)shared_bytes + stats_lane + slot * WGMMA_STATS_FLOATS;
-                uint32_t p[32], ds[32];
+                const uint32_t q_tile = q_tiles + slot * 2 * Q_BYTES;
+                const float* column_stats = stats_lane + slot * wgmma_stats_floats(HS);
                 {
-                    // S^T = k q^T, dP^T = v dout^T
-                    float s[64], dp[64];
-                    wgmma_barrier_wait(barriers + WGMMA_Q_FULL + slot * 8, step / 2 % 2);
-                    wgmma_fence();
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        wgmma_64x128(s, k_rows + c * 2, q_operand + c * 2, c > 0);
-                    }
-                    wgmma_commit();
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        wgmma_64x128(dp, v_rows + c * 2, dout_operand + c * 2, c > 0);
-                    }
-                    wgmma_commit();
-                    wgmma_wait<1>();
+                    // dP^T = v dout^T
+                    // NOTE: S is waited for before, because ptxas loses count of what came from the loop's last round,
+                    // and would serialise all products if it were waited for with dP on its way
+                    float dp[S];
+                    wgmma_wait<0>();
                     wgmma_touch(s);
-                    if (i == j) {
+                    wgmma_fence();
+                    wgmma_scores(dp, wgmma_operand(v_rows), wgmma_operand(q_tile + Q_BYTES));
+                    wgmma_commit();
+                    float e[S]; // not s itself, which is an output of wgmma again in this step
 #pragma unroll
-                        for (int n = 0; n < 64; n++) {
-                            if (n / 4 * 8 + n % 2 - n % 4 / 2 * 8 < limit) { s[n] = -INFINITY; }
+                    for (int n = 0; n < S; n++) {
+                        e[n] = s[n];
+                    }
+                    if (i < first + R) { // the key comes after the query
+                        const int seen = limit + WGMMA_ROWS * item.j - QUERIES * i;
+#pragma unroll
+                        for (int n = 0; n < S; n++) {
+                            if (n / 4 * 8 + n % 2 - n % 4 / 2 * 8 < seen) { e[n] = -INFINITY; }
                         }
                     }
+                    // NOTE: by halves. The whole of e, p and dP at once is more than there are registers
+                    wgmma_probabilities<0, S / 2>(e, p, column_stats, scale_log2);
 #pragma unroll
-                    for (int n = 0; n < 16; n++) {
-                        const float2 lse = *(const float2*)(column_stats + 8 * n);
-                        s[4 * n] = attention_exp2(fmaf(s[4 * n], scale_log2, -lse.x));
-                        s[4 * n + 1] = attention_exp2(fmaf(s[4 * n + 1], scale_log2, -lse.y));
-                        s[4 * n + 2] = attention_exp2(fmaf(s[4 * n + 2], scale_log2, -lse.x));
-                        s[4 * n + 3] = attention_exp2(fmaf(s[4 * n + 3], scale_log2, -lse.y));
-                        p[2 * n] = attention_pack(s[4 * n], s[4 * n + 1]);
-                        p[2 * n + 1] = attention_pack(s[4 * n + 2], s[4 * n + 3]);
+                    for (int n = 0; n < S / 4; n++) {
+                        asm volatile("" ::"r"(p[n]));
                     }
-                    // dS^T = P^T (dP^T - delta)
+                    // until nobody reads dS of two steps ago any more
+                    // NOTE: here, because its branch keeps ptxas from waiting for dP before the exponentials
+                    wgmma_barrier_wait(barriers + WGMMA_DS_EMPTY + slot * 8, (step / 2 + 1) % 2);
                     wgmma_wait<0>();
                     wgmma_touch(dp);
+                    wgmma_score_gradients<0, S / 2>(ds, e, dp, column_stats + QUERIES);
+                    wgmma_probabilities<S / 2, S>(e, p, column_stats, scale_log2);
+                    wgmma_score_gradients<S / 2, S>(ds, e, dp, column_stats + QUERIES);
+                }
+                // dS to shared memory
 #pragma unroll
-                    for (int n = 0; n < 16; n++) {
-                        const float2 delta = *(const float2*)(column_stats + WGMMA_ROWS + 8 * n);
-                        ds[2 * n] =
-                            attention_pack(s[4 * n] * (dp[4 * n] - delta.x), s[4 * n + 1] * (dp[4 * n + 1] - delta.y));
-                        ds[2 * n + 1] = attention_pack(s[4 * n + 2] * (dp[4 * n + 2] - delta.x),
-                                                       s[4 * n + 3] * (dp[4 * n + 3] - delta.y));
+                for (int n = 0; n < S / 8; n++) {
+                    const int chunk = (2 * n + ds_chunk) % 8;
+                    wgmma_stmatrix(ds_lane + slot * DS_BYTES + n / 4 * WGMMA_ROWS * WGMMA_PANEL_BYTES +
+                                       ((chunk ^ ds_swizzle) << 4),
+                                   ds + 4 * n);
+                }
+                wgmma_shared_proxy_fence();
+                __syncwarp();
+                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_DS_FULL + slot * 8); }
+
+                // dv += P^T dout, dk += dS^T q, then the last step's share of dq = dS k
+                wgmma_fence();
+                wgmma_add_gradient(dv, p, wgmma_operand_panels(q_tile + Q_BYTES, Q_BYTES / (HS / 64)), i > first);
+                wgmma_add_gradient(dk, ds, wgmma_operand_panels(q_tile, Q_BYTES / (HS / 64)), i > first);
+                wgmma_commit();
+                const int k_stage = (i > first ? round : round + 1) % 2; // the last step may have been the last item's
+                wgmma_barrier_wait(barriers + WGMMA_DS_FULL + (slot ^ 1) * 8, ((step + 1) / 2 + 1) % 2);
+                wgmma_fence();
+                wgmma_dq(dq, wgmma_operand(ds_columns + (slot ^ 1) * DS_BYTES),
+                         wgmma_operand(k_columns + k_stage * KV_BYTES)); // of nothing in the block's first step
+                wgmma_commit();
+                wgmma_wait<1>(); // S needs the registers of p and ds
+                wgmma_touch(p);
+                wgmma_touch(ds);
+                wgmma_touch(dk);
+                wgmma_touch(dv);
+                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_Q_EMPTY + slot * 8); }
+
+                // S of the next step, or of the next item's first
+                step++;
+                uint32_t k_next = k_rows + round % 2 * KV_BYTES;
+                if (i + 1 == num_query_blocks) {
+                    if (i ==
+                        first) { // the item's only step: the next item's k comes where dq still reads the last one's
+                        wgmma_wait<0>();
+                        if (lane == 0 && step > 1) { wgmma_barrier_arrive(barriers + WGMMA_K_EMPTY + k_stage * 8); }
+                    }
+                    next_index = wgmma_next_item(barriers, round + 1);
+                    k_next = k_rows + (round + 1) % 2 * KV_BYTES;
+                }
+                if (next_index < num_items) {
+                    wgmma_barrier_wait(barriers + WGMMA_Q_FULL + step % 2 * 8, step / 2 % 2);
+                }
+                wgmma_fence();
+                wgmma_scores(s, wgmma_operand(k_next), wgmma_operand(q_tiles + step % 2 * 2 * Q_BYTES));
+                wgmma_commit();
+
+                // dq has ended
+                wgmma_wait<1>();
+                wgmma_touch(dq);
+                if (step > 1) {
+                    if (lane == 0) {
+                        wgmma_barrier_arrive(barriers + WGMMA_DS_EMPTY + (slot ^ 1) * 8);
+                        if (i == first && i + 1 < num_query_blocks) {
+                            wgmma_barrier_arrive(barriers + WGMMA_K_EMPTY + k_stage * 8);
+                        }
+                    }
+                    amax = wgmma_put_dq<HS>(shared, x, i > first ? index : last_index,
+                                            i > first ? i - 1 : num_query_blocks - 1, dq, step - 2, group, amax);
+                }
+            }
+
+            // the end of the item
+            uint32_t low[2 * HS / 64][8], high[2 * HS / 64][8]; // dk, dv
+#pragma unroll
+            for (int c = 0; c < HS / 64; c++) {
+                wgmma_round(low[c], high[c], dk + 32 * c, scale);
+                wgmma_round(low[HS / 64 + c], high[HS / 64 + c], dv + 32 * c, 1.0f);
+            }
+            // dk and dv leave through v's rows of this warpgroup: dP was the last to read them
+            WgmmaTile tile;
+            tile.scratch = v_rows;
+            tile.b = item.b;
+            tile.t = item.j * WGMMA_ROWS + 64 * group;
+#pragma unroll 1
+            for (int c = 0; c < 2 * HS / 64; c++) {
+                tile.column = (c < HS / 64 ? x.NH + item.h : 2 * x.NH + item.h) * HS + 64 * (c % (HS / 64));
+                amax = wgmma_emit(x, tile, low[0], high[0], group, amax);
+#pragma unroll
+                for (int i = 0; i < 8; i++) { // the next tile; one copy of the code, and fewer registers
+#pragma unroll
+                    for (int n = 1; n < 2 * HS / 64; n++) {
+                        low[n - 1][i] = low[n][i];
+                        high[n - 1][i] = high[n][i];
                     }
                 }
-                // dS to shared memory, when nobody reads the last one any more
-                wgmma_barrier_wait(barriers + WGMMA_DS_EMPTY, (step + 1) % 2);
-#pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    const int chunk = (2 * n + ds_chunk) % 8;
-                    wgmma_stmatrix(ds_lane + n / 4 * WGMMA_TILE_BYTES + ((chunk ^ ds_swizzle) << 4), ds + 4 * n);
-                }
-                wgmma_proxy_fence();
-                __syncwarp();
-                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_DS_FULL); }
-
-                // dv += P^T dout, dk += dS^T q
-                wgmma_fence();
-#pragma unroll
-                for (int c = 0; c < 8; c++) {
-                    wgmma_64x64_registers(dv, p + 4 * c, dout_operand + c * 128);
-                }
-#pragma unroll
-                for (int c = 0; c < 8; c++) {
-                    wgmma_64x64_registers(dk, ds + 4 * c, q_operand + c * 128);
-                }
-                wgmma_commit();
-
-                // this step's share of dq = dS k
-                float dq[32];
-                wgmma_barrier_wait(barriers + WGMMA_DS_FULL, step % 2);
-                wgmma_fence();
-#pragma unroll
-                for (int c = 0; c < 8; c++) {
-                    wgmma_64x64_transposed(dq, ds_columns + c * 128, k_columns + c * 128, c > 0);
-                }
-                wgmma_commit();
-                wgmma_wait<1>();
-                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_Q_EMPTY + slot * 8); }
-                wgmma_wait<0>();
-                wgmma_touch(dq);
-                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_DS_EMPTY); }
-                wgmma_barrier_wait(barriers + WGMMA_DQ_EMPTY, (step + 1) % 2);
-                float4* share = (float4*)(shared_bytes + WGMMA_AT_DQ) + threadIdx.x;
-#pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    share[n * WGMMA_COMPUTE_THREADS] =
-                        make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-                }
-                wgmma_proxy_fence();
-                __syncwarp();
-                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_DQ_FULL); }
             }
-            wgmma_touch(dk);
-            wgmma_touch(dv);
-            if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_KV_EMPTY + kv * 8); }
-
-            // dk, dv
-            const WgmmaItem item = wgmma_item(index, num_blocks, NH);
-            bf16* dk_head = dqkv + (size_t)item.b * T * 3 * C + C + item.h * WGMMA_HS;
-            char* own_rows = shared_bytes + WGMMA_AT_ROWS + 16 * warp * attention_row_bytes(WGMMA_HS);
-            float rows[1][WGMMA_HS / 8][4];
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                rows[0][i / 4][i % 4] = dk[i] * scale;
-            }
-            attention_store_rows<WGMMA_HS, 1>(dk_head, rows, own_rows, 3 * C, item.j * WGMMA_ROWS + 16 * warp, T);
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                rows[0][i / 4][i % 4] = dv[i];
-            }
-            attention_store_rows<WGMMA_HS, 1>(dk_head + C, rows, own_rows, 3 * C, item.j * WGMMA_ROWS + 16 * warp, T);
+            wgmma_shared_proxy_fence();
+            __syncwarp();
+            if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_V_EMPTY + round % STAGES * 8); }
+            last_index = index;
+            index = next_index;
+        }
+        if (step > 0) { // the block's last share of dq
+            const int last = (step - 1) % 2, k_stage = (round + 1) % 2;
+            wgmma_barrier_wait(barriers + WGMMA_DS_FULL + last * 8, (step - 1) / 2 % 2);
+            wgmma_fence();
+            wgmma_dq(dq, wgmma_operand(ds_columns + last * DS_BYTES), wgmma_operand(k_columns + k_stage * KV_BYTES));
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_touch(dq);
+            amax = wgmma_put_dq<HS>(shared, x, last_index, num_query_blocks - 1, dq, step - 1, group, amax);
+        }
+        wgmma_wait<0>(); // of a block without an item
+        if (x.dqkv.amax != NULL) {
+            const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(amax));
+            if (lane == 0 && bits > *(volatile uint32_t*)x.dqkv.amax) { atomicMax((uint32_t*)x.dqkv.amax, bits); }
+        }
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            write_descale(x.dqkv, x.dqkv.slot != NULL ? x.dqkv.slot->scale : 1.0f);
         }
     }
-}
-
-// dq of dqkv (B, T, 3, NH, 64) BF16 = dq_sum / sqrt(64), from the order of the registers.
-//   bytes    4 B T C read, 2 B T C written.   Grid: B NH num_blocks
-__global__ void __launch_bounds__(WGMMA_COMPUTE_THREADS)
-    wgmma_dq_kernel(bf16* dqkv, const float* dq_sum, int T, int NH) {
-    __shared__ __align__(16) char shared[WGMMA_ROWS * attention_row_bytes(WGMMA_HS)];
-    const int num_blocks = (T + WGMMA_ROWS - 1) / WGMMA_ROWS, warp = attention_warp(), C = NH * WGMMA_HS;
-    const AttentionPlace at = attention_place(num_blocks, NH);
-    const float4* from = (const float4*)(dq_sum + (size_t)blockIdx.x * WGMMA_DQ_FLOATS) + threadIdx.x;
-    const float scale = 1.0f / sqrtf((float)WGMMA_HS);
-    float rows[1][WGMMA_HS / 8][4];
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-        float4 x = from[n * WGMMA_COMPUTE_THREADS];
-        rows[0][n][0] = x.x * scale;
-        rows[0][n][1] = x.y * scale;
-        rows[0][n][2] = x.z * scale;
-        rows[0][n][3] = x.w * scale;
-    }
-    attention_store_rows<WGMMA_HS, 1>(dqkv + (size_t)at.b * T * 3 * C + at.h * WGMMA_HS, rows,
-                                      shared + 16 * warp * attention_row_bytes(WGMMA_HS), 3 * C,
-                                      at.block * WGMMA_ROWS + 16 * warp, T);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// The workspace: stats and dq_sum FP32, then the counters.
+// The workspace: stats, dq and partials FP32, then the counters.
 typedef struct {
-    size_t blocks, stats_bytes, dq_bytes, total_bytes; // blocks: of 128 rows, B NH num_blocks
+    int num_blocks, ring, heads; // of 128 keys per head; heads whose dq is kept; heads that are worked on together
+    size_t stats_bytes, dq_bytes, partials_bytes, total_bytes;
 } WgmmaWorkspace;
 
-static inline WgmmaWorkspace wgmma_workspace(int B, int T, int NH) {
+static inline int wgmma_does(int HS) {
+    return HS == 64 || HS == 128;
+}
+
+static inline WgmmaWorkspace wgmma_workspace(int B, int T, int NH, int HS) {
     WgmmaWorkspace w;
-    w.blocks = (size_t)B * NH * ceil_div((size_t)T, WGMMA_ROWS);
-    w.stats_bytes = w.blocks * WGMMA_STATS_FLOATS * sizeof(float);
-    w.dq_bytes = w.blocks * WGMMA_DQ_FLOATS * sizeof(float);
-    w.total_bytes = w.stats_bytes + w.dq_bytes + (w.blocks + 1) * sizeof(int);
+    size_t heads = (size_t)B * NH, rows;
+    w.num_blocks = (int)ceil_div((size_t)T, WGMMA_ROWS);
+    rows = (size_t)w.num_blocks * WGMMA_ROWS;
+    // Some 132 blocks of the grid are at work on neighbouring items, and fetch one more: 512 items, so that no head
+    // waits long for its place.
+    w.ring = 1 + (int)ceil_div(512, (size_t)w.num_blocks);
+    w.ring = (size_t)w.ring < heads ? w.ring : (int)heads;
+    w.heads = ceil_div(WGMMA_TOGETHER, (size_t)w.num_blocks);
+    w.heads = w.heads < w.ring ? w.heads : w.ring;
+    w.stats_bytes = heads * rows * 2 * sizeof(float);
+    w.dq_bytes = (size_t)w.ring * rows * HS * sizeof(float);
+    w.partials_bytes = (size_t)B * w.num_blocks * 2 * 3 * NH * HS * sizeof(float);
+    w.total_bytes = w.stats_bytes + w.dq_bytes + w.partials_bytes +
+                    (wgmma_num_counters(B, NH, w.num_blocks * wgmma_ratio(HS)) + 1) * sizeof(int);
     return w;
 }
 
@@ -607,26 +1054,35 @@ static inline CUtensorMap wgmma_tensor_map(const bf16* x, int B, int T, int head
     return wgmma_panel_map(x, B, T, heads, WGMMA_HS, WGMMA_ROWS);
 }
 
-// dqkv = gradient of qkv; see builtin_attention_backward, which checks the arguments. HS 64; dev->workspace has at
-// least wgmma_workspace(B, T, NH).total_bytes.
-static inline void wgmma_attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out,
-                                            const float* lse, const bf16* qkv, int B, int T, int NH) {
-    const WgmmaWorkspace w = wgmma_workspace(B, T, NH);
-    float* stats = (float*)dev->workspace;
-    float* dq_sum = (float*)((char*)dev->workspace + w.stats_bytes);
-    int* counters = (int*)((char*)dq_sum + w.dq_bytes);
-    const int sms = dev->properties.multiProcessorCount, grid = w.blocks < (size_t)sms ? (int)w.blocks : sms;
-    const CUtensorMap qkv_map = wgmma_tensor_map(qkv, B, T, 3 * NH), dout_map = wgmma_tensor_map(dout, B, T, NH);
-    wgmma_delta_kernel<<<(unsigned)(w.blocks * WGMMA_ROWS * 8 / 256), 256, 0, dev->stream>>>(stats, counters, dout, out,
-                                                                                             lse, B, T, NH);
+template <int HS>
+static inline void wgmma_backward_launch(Device* dev, FormsOut dqkv, float* dbias, const bf16* dout, const bf16* out,
+                                         const float* lse, const bf16* qkv, int B, int T, int NH) {
+    const WgmmaWorkspace w = wgmma_workspace(B, T, NH, HS);
+    const int num_query_blocks = w.num_blocks * wgmma_ratio(HS), queries = wgmma_queries(HS);
+    const size_t sms = (size_t)dev->properties.multiProcessorCount, items = (size_t)B * NH * w.num_blocks;
+    char* workspace = (char*)dev->workspace;
+    WgmmaBackward x;
+    x.dqkv = dqkv;
+    x.stats = (const float*)workspace;
+    x.dq = (float*)(workspace + w.stats_bytes);
+    x.partials = (float*)(workspace + w.stats_bytes + w.dq_bytes);
+    x.counters = (int*)(workspace + w.stats_bytes + w.dq_bytes + w.partials_bytes);
+    x.B = B, x.T = T, x.NH = NH, x.num_blocks = w.num_blocks, x.cols = 3 * NH * HS, x.ring = w.ring, x.heads = w.heads;
+    const CUtensorMap kv_map = wgmma_panel_map(qkv, B, T, 3 * NH, HS, WGMMA_ROWS),
+                      q_map = wgmma_panel_map(qkv, B, T, 3 * NH, HS, queries),
+                      dout_map = wgmma_panel_map(dout, B, T, NH, HS, queries);
+    wgmma_delta_kernel<HS><<<(unsigned)(items * WGMMA_ROWS / 64), 256, 0, dev->stream>>>(
+        (float*)workspace, x.counters, dout, out, lse, B, T, NH, num_query_blocks);
     cuda_check(cudaGetLastError());
-    cuda_check(cudaFuncSetAttribute((const void*)wgmma_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    WGMMA_SHARED_BYTES));
-    wgmma_backward_kernel<<<grid, WGMMA_THREADS, WGMMA_SHARED_BYTES, dev->stream>>>(dqkv, dq_sum, counters, qkv_map,
-                                                                                    dout_map, stats, B, T, NH);
+    cuda_check(cudaFuncSetAttribute((const void*)wgmma_backward_kernel<HS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    wgmma_shared_bytes(HS)));
+    wgmma_backward_kernel<HS>
+        <<<(unsigned)(items < sms ? items : sms), WGMMA_THREADS, wgmma_shared_bytes(HS), dev->stream>>>(
+            x, kv_map, q_map, dout_map);
     cuda_check(cudaGetLastError());
-    wgmma_dq_kernel<<<(unsigned)w.blocks, WGMMA_COMPUTE_THREADS, 0, dev->stream>>>(dqkv, dq_sum, T, NH);
-    cuda_check(cudaGetLastError());
+    if (dbias != NULL) {
+        column_sums_add(dev, ColumnSums{{dbias, NULL, NULL}}, 1, x.partials, B * w.num_blocks * 2, x.cols);
+    }
 }
 
 #endif

@@ -232,9 +232,12 @@ int matmul_can_autotune(void); // CPU: 0, there is nothing to choose
 // lse (B, NH, T) FP32 = log of the softmax denominator (natural log, of scaled scores)
 // qkv (B*T, 3C) BF16: per token Q then K then V, each (NH, HS), C = NH*HS. HS a multiple of 16, at most 128; any T
 void attention_forward(Device* dev, E4m3Tensor out, float* lse, const bf16* qkv, int B, int T, int NH, int HS);
-// dqkv (B*T, 3C) BF16;  dout, out (B*T, C)
-void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse,
+// dqkv (B*T, 3C): the FP8 forms if it has any (then wide is scratch for the op, undefined after it), else wide, which
+// is never NULL; codes are made of values rounded to BF16.  dbias (3C) FP32 += column sums of those; NULL: not wanted
+// dout, out (B*T, C)
+void attention_backward(Device* dev, E5m2Tensor dqkv, float* dbias, const bf16* dout, const bf16* out, const float* lse,
                                   const bf16* qkv, int B, int T, int NH, int HS);
+// of both passes, with what quantize_backward needs for dqkv
 size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS);
 
 // ---------------------------------------------------------------------------------------------------------------------

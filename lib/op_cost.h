@@ -79,10 +79,12 @@ static inline void cost_attention_forward(Device* dev, E4m3Tensor out, int B, in
     double rows = (double)B * T, C = (double)NH * HS, bytes = sizeof(bf16) * 3.0 + cost_forms_e4m3(out);
     cost_mark(dev, "attention forward", bytes * rows * C + 4.0 * rows * NH, 2.0 * rows * T * C, 0);
 }
-// qkv, out, dout in, dqkv out; five products
-static inline void cost_attention_backward(Device* dev, int B, int T, int NH, int HS) {
-    double rows = (double)B * T, C = (double)NH * HS;
-    cost_mark(dev, "attention backward", sizeof(bf16) * 8.0 * rows * C + 4.0 * rows * NH, 5.0 * rows * T * C, 0);
+// qkv, out, dout in, dqkv out in FP8 or else BF16; five products
+static inline void cost_attention_backward(Device* dev, E5m2Tensor dqkv, int B, int T, int NH, int HS) {
+    double rows = (double)B * T, C = (double)NH * HS, codes = (dqkv.data != NULL) + (dqkv.transposed != NULL);
+    double out = codes > 0.0 ? codes : sizeof(bf16);
+    cost_mark(dev, "attention backward", (sizeof(bf16) * 5.0 + 3.0 * out) * rows * C + 4.0 * rows * NH,
+              5.0 * rows * T * C, 0);
 }
 
 static inline void cost_gelu_forward(Device* dev, E4m3Tensor y, int rows, int C) {

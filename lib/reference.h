@@ -892,22 +892,27 @@ static inline void attention_backward_head(Device* dev, float* dqkv, const float
     }
 }
 
-void attention_backward(Device* dev, bf16* dqkv, const bf16* dout, const bf16* out, const float* lse, const bf16* qkv,
-                        int B, int T, int NH, int HS) {
-    cost_attention_backward(dev, B, T, NH, HS);
+void attention_backward(Device* dev, E5m2Tensor dqkv, float* dbias, const bf16* dout, const bf16* out, const float* lse,
+                        const bf16* qkv, int B, int T, int NH, int HS) {
+    E5m2Tensor wide = {dqkv.wide, NULL, NULL, NULL, dqkv.recipe, 0, 0};
+    cost_attention_backward(dev, wide, B, T, NH, HS);
     check_attention("attention_backward", B, T, NH, HS);
+    check(dqkv.wide != NULL, "attention_backward: no BF16 form of dqkv, want it at least as scratch");
     size_t C = (size_t)NH * HS;
 #pragma omp parallel for schedule(dynamic) num_threads(cpu_threads_for(dev, 1e-4 * B * T * T * C))
     for (int head = 0; head < B * NH; head++) {
         size_t at = (size_t)(head / NH) * T * C, column = (size_t)(head % NH) * HS;
-        attention_backward_head(dev, dqkv + 3 * at + column, dout + at + column, out + at + column,
+        attention_backward_head(dev, dqkv.wide + 3 * at + column, dout + at + column, out + at + column,
                                 lse + (size_t)head * T, attention_head(qkv, head, T, NH, HS), C);
+    }
+    if (dqkv.data != NULL || dqkv.transposed != NULL || dbias != NULL) {
+        quantize_backward(dev, dqkv, dbias, B * T, (int)(3 * C));
     }
 }
 
 size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS) {
-    (void)dev, (void)B, (void)T, (void)NH, (void)HS;
-    return 0;
+    (void)B, (void)T;
+    return reduction_workspace_bytes(dev, 3 * NH * HS); // quantize_backward's, for dqkv
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
