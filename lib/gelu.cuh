@@ -23,38 +23,40 @@ __device__ static inline float gelu_sigmoid(float u, float* slope) {
 // y (rows, C) = gelu(x + bias) in every form of y;   x (rows, C) BF16, bias (C) BF16
 //   bytes    2 read + 2 written per element in FP8: 805 MB at (65536, 3072), 187 us at 4.3 TB/s; memory-bound
 //   numerics FP32 inside; FP8 is rounded from the FP32 value, saturating; amax is of y BEFORE scaling
-//   threads  256, one patch of 4 x 8 each, tiles of 128 x 64; FP8: rows, C multiples of 16; else C of 8
+//   threads  256, one patch of 4 x 8 each, tiles of 64 x 128; FP8: rows, C multiples of 16; else C of 8
 //   bits     deterministic
+template <int FORMS>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     gelu_forward_kernel(FormsOut y, const bf16* x, const bf16* bias, int rows, int C) {
     __shared__ uint4 tile[ELEMENT_COLS * ELEMENT_ROWS / sizeof(uint4)];
     ElementPlace place = element_place();
-    float scale = y.slot != NULL ? y.slot->scale : 1.0f;
-    float b[8] = {};
+    float scale = FORMS == FORMS_BOTH || y.slot != NULL ? y.slot->scale : 1.0f, amax = 0.0f, b[8] = {};
     if (place.column < C) { unpack8(b, load_vector(bias + place.column)); }
-    float amax = 0.0f;
-    for (int first_row = blockIdx.y * ELEMENT_ROWS; first_row < rows; first_row += gridDim.y * ELEMENT_ROWS) {
+    uint4 raw[PATCH_ROWS];
+    int first_row = blockIdx.y * ELEMENT_ROWS;
+    element_load<FORMS>(raw, x, place, first_row, rows, C);
+    for (;;) {
         int row = first_row + place.word * PATCH_ROWS;
-        uint4 raw[PATCH_ROWS] = {};
-#pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++) { // all loads before the first use
-            if (row + r < rows && place.column < C) { raw[r] = load_vector(x + (size_t)(row + r) * C + place.column); }
-        }
+        size_t at = (size_t)row * C + place.column;
         Fp8Patch patch = {};
 #pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++) {
-            if (row + r < rows && place.column < C) {
-                float v[8], slope;
-                unpack8(v, raw[r]);
+        for (int r = 0; r < PATCH_ROWS; r++, at += C) {
+            float v[8], slope;
+            unpack8(v, raw[r]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    float u = v[j] + b[j];
-                    v[j] = u * gelu_sigmoid(u, &slope);
-                }
-                emit_row<e4m3>(y, &patch, r, v, scale, (size_t)(row + r) * C + place.column, &amax);
+            for (int j = 0; j < 8; j++) {
+                float u = v[j] + b[j];
+                v[j] = u * gelu_sigmoid(u, &slope);
             }
+            emit_row<e4m3, FORMS>(y, &patch, r, v, scale, at, element_inside<FORMS>(place, row, r, rows, C), &amax);
         }
-        if (y.transposed != NULL) { element_store_transposed(y, (uint32_t*)tile, &patch, place, first_row, rows, C); }
+        if (FORMS == FORMS_BOTH || y.transposed != NULL) {
+            element_store_transposed(y, (uint32_t*)tile, &patch, place, first_row, rows, C);
+        }
+        first_row += gridDim.y * ELEMENT_ROWS;
+        if (first_row >= rows) { break; }
+        __syncthreads();
+        element_load<FORMS>(raw, x, place, first_row, rows, C);
     }
     if (y.amax != NULL) { raise_amax(y.amax, amax); }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(y, scale); }
@@ -67,52 +69,53 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 //   numerics FP32 inside; FP8 is rounded from the FP32 value, saturating; amax is of dx BEFORE scaling; sums in FP32
 //   threads  as gelu_forward_kernel
 //   bits     deterministic: sums in fixed order
+template <int FORMS>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     gelu_backward_kernel(FormsOut dx, float* partials, const bf16* dy, const bf16* x, const bf16* bias, int rows,
                          int C) {
     __shared__ uint4 tile[ELEMENT_COLS * ELEMENT_ROWS / sizeof(uint4)];
     ElementPlace place = element_place();
-    float scale = dx.slot != NULL ? dx.slot->scale : 1.0f;
+    float scale = FORMS == FORMS_BOTH || dx.slot != NULL ? dx.slot->scale : 1.0f;
     uint4 raw_bias = make_uint4(0, 0, 0, 0);
     if (place.column < C) { raw_bias = load_vector(bias + place.column); }
     float sums[8] = {};
     float amax = 0.0f;
-    for (int first_row = blockIdx.y * ELEMENT_ROWS; first_row < rows; first_row += gridDim.y * ELEMENT_ROWS) {
+    uint4 raw_x[PATCH_ROWS], raw_dy[PATCH_ROWS];
+    int first_row = blockIdx.y * ELEMENT_ROWS;
+    element_load<FORMS>(raw_x, x, place, first_row, rows, C);
+    element_load<FORMS>(raw_dy, dy, place, first_row, rows, C);
+    for (;;) {
         int row = first_row + place.word * PATCH_ROWS;
-        uint4 raw_x[PATCH_ROWS] = {}, raw_dy[PATCH_ROWS] = {};
-#pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++) { // all loads before the first use
-            if (row + r < rows && place.column < C) {
-                size_t at = (size_t)(row + r) * C + place.column;
-                raw_x[r] = load_vector(x + at);
-                raw_dy[r] = load_vector(dy + at);
-            }
-        }
+        size_t at = (size_t)row * C + place.column;
         Fp8Patch patch = {};
 #pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++) {
-            if (row + r < rows && place.column < C) {
-                float v[8], b[8], d[8];
-                unpack8(v, raw_x[r]);
-                unpack8(b, raw_bias);
-                unpack8(d, raw_dy[r]);
+        for (int r = 0; r < PATCH_ROWS; r++, at += C) {
+            float v[8], b[8], d[8]; // of a row that does not exist: d and v are 0
+            unpack8(v, raw_x[r]);
+            unpack8(b, raw_bias);
+            unpack8(d, raw_dy[r]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    float u = v[j] + b[j], slope;
-                    float s = gelu_sigmoid(u, &slope);
-                    v[j] = d[j] * fmaf(2.0f * u, (s - s * s) * slope, s);
-                    sums[j] += v[j];
-                }
-                emit_row<e5m2>(dx, &patch, r, v, scale, (size_t)(row + r) * C + place.column, &amax);
+            for (int j = 0; j < 8; j++) {
+                float u = v[j] + b[j], slope;
+                float s = gelu_sigmoid(u, &slope);
+                v[j] = d[j] * fmaf(2.0f * u, (s - s * s) * slope, s);
+                sums[j] += v[j];
             }
+            emit_row<e5m2, FORMS>(dx, &patch, r, v, scale, at, element_inside<FORMS>(place, row, r, rows, C), &amax);
         }
-        if (dx.transposed != NULL) { element_store_transposed(dx, (uint32_t*)tile, &patch, place, first_row, rows, C); }
+        if (FORMS == FORMS_BOTH || dx.transposed != NULL) {
+            element_store_transposed(dx, (uint32_t*)tile, &patch, place, first_row, rows, C);
+        }
+        first_row += gridDim.y * ELEMENT_ROWS;
+        if (first_row >= rows) { break; }
+        __syncthreads();
+        element_load<FORMS>(raw_x, x, place, first_row, rows, C);
+        element_load<FORMS>(raw_dy, dy, place, first_row, rows, C);
     }
     if (partials != NULL) {
         int first_column = blockIdx.x * ELEMENT_COLS;
         block_column_sums(partials + (size_t)blockIdx.y * C + first_column, (float*)tile, sums, 1, place.word,
-                          place.group, ELEMENT_ROWS / PATCH_ROWS, ELEMENT_COLS / PATCH_COLS,
-                          min(ELEMENT_COLS, C - first_column));
+                          place.group, ELEMENT_ROWS / PATCH_ROWS, ELEMENT_GROUPS, min(ELEMENT_COLS, C - first_column));
     }
     if (dx.amax != NULL) { raise_amax(dx.amax, amax); }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(dx, scale); }
@@ -121,20 +124,29 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 // ---------------------------------------------------------------------------------------------------------------------
 // kernel launchers
 
+static inline void gelu_forward_launch(Device* dev, FormsOut y, const bf16* x, const bf16* bias, int rows, int C) {
+    auto kernel = forms_are_both(y) ? gelu_forward_kernel<FORMS_BOTH> : gelu_forward_kernel<FORMS_ANY>;
+    kernel<<<element_grid(rows, C, 0), ELEMENT_THREADS, 0, dev->stream>>>(y, x, bias, rows, C);
+    cuda_check(cudaGetLastError());
+}
+
+static inline void gelu_backward_launch(Device* dev, FormsOut dx, float* partials, const bf16* dy, const bf16* x,
+                                        const bf16* bias, int rows, int C) {
+    auto kernel = forms_are_both(dx) ? gelu_backward_kernel<FORMS_BOTH> : gelu_backward_kernel<FORMS_ANY>;
+    kernel<<<element_grid(rows, C, 1), ELEMENT_THREADS, 0, dev->stream>>>(dx, partials, dy, x, bias, rows, C);
+    cuda_check(cudaGetLastError());
+}
+
 void gelu_forward(Device* dev, E4m3Tensor y, const bf16* x, const bf16* bias, int rows, int C) {
     cost_gelu_forward(dev, y, rows, C);
     FormsOut out = forms_of_e4m3(y);
     int fp8 = y.data != NULL || y.transposed != NULL;
     check_forms("gelu_forward", out, y.slot, fp8, rows, C);
-    dim3 grid = element_grid(rows, C);
     if (fp8 && y.measure_first) {
-        FormsOut measuring = measure_begin(dev, out);
-        gelu_forward_kernel<<<grid, ELEMENT_THREADS, 0, dev->stream>>>(measuring, x, bias, rows, C);
-        cuda_check(cudaGetLastError());
+        gelu_forward_launch(dev, measure_begin(dev, out), x, bias, rows, C);
         measure_end(dev, out, y.recipe);
     }
-    gelu_forward_kernel<<<grid, ELEMENT_THREADS, 0, dev->stream>>>(out, x, bias, rows, C);
-    cuda_check(cudaGetLastError());
+    gelu_forward_launch(dev, out, x, bias, rows, C);
 }
 
 void gelu_backward(Device* dev, E5m2Tensor dx, float* dbias, const bf16* dy, const bf16* x, const bf16* bias, int rows,
@@ -143,17 +155,14 @@ void gelu_backward(Device* dev, E5m2Tensor dx, float* dbias, const bf16* dy, con
     FormsOut out = forms_of_e5m2(dx);
     int fp8 = dx.data != NULL || dx.transposed != NULL;
     check_forms("gelu_backward", out, dx.slot, fp8, rows, C);
-    dim3 grid = element_grid(rows, C);
-    float* partials = dbias == NULL ? NULL : workspace_floats(dev, "gelu_backward", (size_t)grid.y * C);
+    int strips = (int)element_grid(rows, C, 1).y;
+    float* partials = dbias == NULL ? NULL : workspace_floats(dev, "gelu_backward", (size_t)strips * C);
     if (fp8 && dx.measure_first) {
-        FormsOut measuring = measure_begin(dev, out);
-        gelu_backward_kernel<<<grid, ELEMENT_THREADS, 0, dev->stream>>>(measuring, NULL, dy, x, bias, rows, C);
-        cuda_check(cudaGetLastError());
+        gelu_backward_launch(dev, measure_begin(dev, out), NULL, dy, x, bias, rows, C);
         measure_end(dev, out, dx.recipe);
     }
-    gelu_backward_kernel<<<grid, ELEMENT_THREADS, 0, dev->stream>>>(out, partials, dy, x, bias, rows, C);
-    cuda_check(cudaGetLastError());
-    if (dbias != NULL) { column_sums_add(dev, ColumnSums{{dbias, NULL, NULL}}, 1, partials, (int)grid.y, C); }
+    gelu_backward_launch(dev, out, partials, dy, x, bias, rows, C);
+    if (dbias != NULL) { column_sums_add(dev, ColumnSums{{dbias, NULL, NULL}}, 1, partials, strips, C); }
 }
 
 #endif

@@ -398,12 +398,11 @@ __device__ static inline float amax_nan(float amax, float v) {
     return result;
 }
 
+// A tree, since a chain of 8 waits for itself where there are few warps.
 __device__ static inline float amax8(float amax, const float v[8]) {
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        amax = amax_nan(amax, v[j]);
-    }
-    return amax;
+    float a = amax_nan(fabsf(v[0]), v[1]), b = amax_nan(fabsf(v[2]), v[3]);
+    float c = amax_nan(fabsf(v[4]), v[5]), d = amax_nan(fabsf(v[6]), v[7]);
+    return amax_nan(amax, amax_nan(amax_nan(a, b), amax_nan(c, d)));
 }
 
 // *to = max(*to, amax of all threads of the block), on bits: NaN wins. The whole block calls; blocks of whole warps.
@@ -436,8 +435,8 @@ __device__ static inline void write_descale(FormsOut out, float scale) {
 // Banks. Words are stored with consecutive threads on consecutive column groups (8 columns each), so unswizzled they
 // would all fall into the same bank. Five bits of the group number, g, are XORed into the word index (low bits) and the
 // column index inside its group (high bits). g is a permutation of 0..31 for 32 consecutive groups of one row word
-// (layernorm) and distinct above its two low bits for 8 consecutive groups (64-column tiles, 4 row words per warp):
-// both are free of conflicts, and so are the 16-byte reads.
+// (layernorm), distinct above its low bit for 16 groups (128-column tiles, 2 row words per warp) and above its two low
+// bits for 8 (64 columns, 4 row words): all are free of conflicts, and so are the 16-byte reads.
 
 #define PATCH_ROWS 4
 #define PATCH_COLS 8
@@ -449,7 +448,7 @@ typedef struct {
 
 __device__ static inline int tile_swizzle(int column) {
     int group = column / PATCH_COLS;
-    return (group & 7) << 2 | (group >> 3 & 3);
+    return (group & 7) << 2 | (group >> 2 & 2) | (group >> 4 & 1);
 }
 
 // Byte transpose of 4 words: byte r of columns[c] = byte c of rows[r].
@@ -469,10 +468,10 @@ __device__ static inline void patch_to_tile(uint32_t* tile, int log2_words, int 
     transpose_4x4(words, patch->left);
     transpose_4x4(words + 4, patch->right);
     int swizzle = tile_swizzle(column), mask = (1 << log2_words) - 1;
-    word ^= swizzle & mask;
+    int first = ((column ^ swizzle >> log2_words) << log2_words) + (word ^ (swizzle & mask));
 #pragma unroll
     for (int j = 0; j < PATCH_COLS; j++) {
-        tile[((column + (j ^ swizzle >> log2_words)) << log2_words) + word] = words[j];
+        tile[first ^ j << log2_words] = words[j];
     }
 }
 
@@ -501,57 +500,99 @@ __device__ static inline void store_transposed(uint8_t* transposed, const uint32
     }
 }
 
+// Which forms a kernel knows to be there when it is compiled: checks at run time cost elementwise kernels a tenth.
+enum {
+    FORMS_ANY,  // nothing is known
+    FORMS_WIDE, // BF16 only
+    FORMS_FP8,  // there is a slot
+    FORMS_BOTH  // FP8 row-major and transposed, no BF16
+};
+
+static inline int forms_are_both(FormsOut out) {
+    return out.data != NULL && out.transposed != NULL && out.wide == NULL;
+}
+
 // Write row r of a patch in the row-major forms, raise amax, keep the codes for the tile. `at` = element offset.
-template <typename FP8>
+// inside 0: the row does not exist, only its codes are made.
+template <typename FP8, int FORMS>
 __device__ static inline void emit_row(const FormsOut& out, Fp8Patch* patch, int r, const float v[8], float scale,
-                                       size_t at, float* amax) {
-    if (out.wide != NULL) { store_vector(out.wide + at, pack8(v)); }
-    if (out.slot != NULL) {
-        *amax = amax8(*amax, v);
+                                       size_t at, int inside, float* amax) {
+    if (FORMS != FORMS_BOTH && out.wide != NULL && inside) { store_vector(out.wide + at, pack8(v)); }
+    if (FORMS != FORMS_WIDE && (FORMS != FORMS_ANY || out.slot != NULL)) {
+        *amax = inside ? amax8(*amax, v) : *amax;
         patch->left[r] = fp8_pack<FP8>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
         patch->right[r] = fp8_pack<FP8>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale);
-        if (out.data != NULL) { *(uint2*)(out.data + at) = make_uint2(patch->left[r], patch->right[r]); }
+        if ((FORMS == FORMS_BOTH || out.data != NULL) && inside) {
+            *(uint2*)(out.data + at) = make_uint2(patch->left[r], patch->right[r]);
+        }
     }
 }
 
-// Elementwise producers (gelu, quantize) work on tiles of 128 rows x 64 columns: 8 x 32 patches, one per thread. A
-// block walks down the rows of its 64 columns in strides of gridDim.y tiles.
-#define ELEMENT_ROWS 128
-#define ELEMENT_LOG2_WORDS 5 // 128 rows / 4
-#define ELEMENT_COLS 64
+// Elementwise producers (gelu, quantize) work on tiles of 64 rows x 128 columns: 16 x 16 patches, one per thread. A
+// block has one tile; if columns are summed, it walks down the rows of its 128 columns in strides of gridDim.y tiles.
+#define ELEMENT_LOG2_WORDS 4 // 64 rows / 4
 #define ELEMENT_THREADS 256
-#define ELEMENT_STRIPS 256 // at most this many blocks share a column: partial sums per column
+#define ELEMENT_ROWS (PATCH_ROWS << ELEMENT_LOG2_WORDS)
+#define ELEMENT_GROUPS (ELEMENT_THREADS >> ELEMENT_LOG2_WORDS)
+#define ELEMENT_COLS (PATCH_COLS * ELEMENT_GROUPS)
+#define ELEMENT_STRIPS 256 // at most this many blocks share a column that is summed: partial sums per column
 
-static inline dim3 element_grid(int rows, int cols) {
-    size_t strips = ceil_div((size_t)rows, ELEMENT_ROWS);
-    return dim3((unsigned)ceil_div((size_t)cols, ELEMENT_COLS),
-                (unsigned)(strips < ELEMENT_STRIPS ? strips : ELEMENT_STRIPS));
+static inline dim3 element_grid(int rows, int cols, int sums) {
+    size_t strips = ceil_div((size_t)rows, ELEMENT_ROWS), most = sums ? ELEMENT_STRIPS : 65535;
+    strips = strips < most ? strips : most;
+    return dim3((unsigned)ceil_div((size_t)cols, ELEMENT_COLS), (unsigned)strips);
 }
 
 // Where a thread's patch lies.
 typedef struct {
-    int group;  // 8-column group in the tile, 0..7
-    int word;   // 4-row word in the tile, 0..31
+    int group;  // 8-column group in the tile
+    int word;   // 4-row word in the tile
     int column; // first column in the tensor
 } ElementPlace;
 
 __device__ static inline ElementPlace element_place(void) {
     ElementPlace place;
-    place.group = threadIdx.x % (ELEMENT_COLS / PATCH_COLS);
-    place.word = threadIdx.x / (ELEMENT_COLS / PATCH_COLS);
+    place.group = threadIdx.x % ELEMENT_GROUPS;
+    place.word = threadIdx.x / ELEMENT_GROUPS;
     place.column = blockIdx.x * ELEMENT_COLS + place.group * PATCH_COLS;
     return place;
 }
 
-// The transposed form of a block's tile, through shared memory. The whole block calls.
+// Is row r of the patch that starts at `row` in the tensor? In FP8, rows are a multiple of 16: a patch is in or out.
+template <int FORMS>
+__device__ static inline int element_inside(ElementPlace place, int row, int r, int rows, int cols) {
+    return place.column < cols && (FORMS == FORMS_ANY ? row + r : row) < rows;
+}
+
+// The thread's patch of x, 0 where there is none. NOTE: kernels call this before their loop and at its end, and have a
+// loop even for one tile: elsewhere the compiler saves registers and loads each row when its turn comes, one at a time.
+template <int FORMS>
+__device__ static inline void element_load(uint4 raw[PATCH_ROWS], const bf16* x, ElementPlace place, int first_row,
+                                           int rows, int cols) {
+    int row = first_row + place.word * PATCH_ROWS;
+    const bf16* from = x + (size_t)row * cols + place.column;
+#pragma unroll
+    for (int r = 0; r < PATCH_ROWS; r++, from += cols) {
+        raw[r] = make_uint4(0, 0, 0, 0);
+        if (element_inside<FORMS>(place, row, r, rows, cols)) { raw[r] = load_vector(from); }
+    }
+}
+
+// The transposed form of a block's tile, through shared memory. The whole block calls; the tile may be written again
+// after a __syncthreads.
 __device__ static inline void element_store_transposed(const FormsOut& out, uint32_t* tile, const Fp8Patch* patch,
                                                        ElementPlace place, int first_row, int rows, int cols) {
     patch_to_tile(tile, ELEMENT_LOG2_WORDS, place.group * PATCH_COLS, place.word, patch);
     __syncthreads();
-    int first_column = blockIdx.x * ELEMENT_COLS;
-    store_transposed(out.transposed, tile, ELEMENT_LOG2_WORDS, min(ELEMENT_COLS, cols - first_column), first_column,
-                     first_row, rows);
-    __syncthreads(); // the next tile may be written
+    const int chunks = ELEMENT_ROWS / 16;
+#pragma unroll
+    for (int i = 0; i < ELEMENT_COLS * chunks / ELEMENT_THREADS; i++) {
+        int at = threadIdx.x + i * ELEMENT_THREADS, chunk = at % chunks, c = at / chunks;
+        int row = first_row + chunk * 16, column = blockIdx.x * ELEMENT_COLS + c;
+        if (row < rows && column < cols) {
+            *(uint4*)(out.transposed + (size_t)column * rows + row) = tile_chunk(tile, ELEMENT_LOG2_WORDS, c, chunk);
+        }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

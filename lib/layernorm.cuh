@@ -16,10 +16,13 @@
 #ifndef LAYERNORM_CUH
 #define LAYERNORM_CUH
 
+#include <limits.h>
+
 #include "gpu.cuh"
 
 #define LAYERNORM_EPSILON 1e-5f
 #define LAYERNORM_VECTORS (2 * PATCH_ROWS) // staged per thread and step: 4 rows of two tensors
+#define LAYERNORM_WARPS 14                 // of a block, unless one row takes more
 #define LAYERNORM_MAX_THREADS 512
 #define LAYERNORM_MAX_WARPS (LAYERNORM_MAX_THREADS / 32)
 #define LAYERNORM_MAX_SHARED (224 * 1024) // bytes of a block, of the 227 KB it can have
@@ -35,32 +38,45 @@ typedef struct {
     int log2_steps; // of a tile: R / (4 row_lanes)
     int stages;     // steps staged, 1 or 2: copied that far ahead
     int threads;    // 32 * row_warps * row_lanes
+    int tiles;      // is there a tile in shared memory?
 } LayerNormShape;
 
 // Bytes of shared memory: the staged vectors and the FP8 tile.
 __host__ __device__ static inline size_t layernorm_shared_bytes(LayerNormShape shape) {
     size_t staged = (size_t)shape.stages * LAYERNORM_VECTORS * shape.threads * sizeof(uint4);
-    return staged + ((size_t)shape.groups * PATCH_COLS * sizeof(uint32_t) << shape.log2_words);
+    return staged + (shape.tiles ? (size_t)shape.groups * PATCH_COLS * sizeof(uint32_t) << shape.log2_words : 0);
 }
 
-// About 16 warps in a block, which has a multiprocessor to itself or shares it with one more. Tiles of 64 rows, or 32
-// where there are few rows or no room: 32 bytes of a column are a whole sector of memory, halves cost twice the time.
-static inline LayerNormShape layernorm_shape(const Device* dev, int rows, int C) {
+// Up to 14 warps, which have a multiprocessor to themselves or share it with another block's; 16 warps were slower.
+// Tiles of 128 rows, whole lines of the transposed form, or 64 or 32 where there is no room or where shorter ones give
+// the multiprocessors more even shares. `stages` are wanted, where the second costs no height of the tile.
+static inline LayerNormShape layernorm_shape(const Device* dev, int rows, int C, int tiles, int stages) {
     check(C <= LAYERNORM_MAX_C, "layernorm: C = %d, want at most %d", C, LAYERNORM_MAX_C);
     LayerNormShape shape;
-    int groups = (int)ceil_div((size_t)C, PATCH_COLS), log2_lanes = 0;
-    shape.blocks = groups <= 256 ? 1 : groups <= 512 ? 2 : groups <= 1024 ? 4 : 8;
+    int groups = (int)ceil_div((size_t)C, PATCH_COLS), log2_lanes = 0, least = INT_MAX;
+    shape.blocks = groups <= 512 ? 1 : groups <= 1024 ? 2 : 4;
     shape.groups = (int)ceil_div((size_t)groups, (size_t)shape.blocks);
     shape.row_warps = (int)ceil_div((size_t)shape.groups, 32);
-    while (log2_lanes < 2 && 2 * shape.row_warps << log2_lanes <= LAYERNORM_MAX_WARPS) {
+    while (log2_lanes < 2 && 2 * shape.row_warps << log2_lanes <= LAYERNORM_WARPS) {
         log2_lanes++;
     }
     shape.row_lanes = 1 << log2_lanes;
     shape.threads = 32 * shape.row_warps * shape.row_lanes;
-    shape.stages = 2;
-    shape.log2_words = rows >= 64 * dev->properties.multiProcessorCount ? 4 : 3;
-    if (layernorm_shared_bytes(shape) > LAYERNORM_MAX_SHARED) { shape.log2_words = 3; }
-    shape.log2_steps = shape.log2_words - log2_lanes;
+    shape.tiles = tiles;
+    shape.stages = 1;
+    int best = 3; // without tiles it only says which rows a strip has
+    for (shape.log2_words = tiles ? 5 : 3; shape.log2_words >= 3; shape.log2_words--) {
+        size_t count = ceil_div((size_t)rows, (size_t)PATCH_ROWS << shape.log2_words);
+        int share = (int)ceil_div(count, (size_t)dev->properties.multiProcessorCount) << shape.log2_words; // largest
+        if (layernorm_shared_bytes(shape) <= LAYERNORM_MAX_SHARED && share < least) {
+            best = shape.log2_words;
+            least = share;
+        }
+    }
+    shape.log2_words = best;
+    shape.log2_steps = best - log2_lanes;
+    shape.stages = stages;
+    if (layernorm_shared_bytes(shape) > LAYERNORM_MAX_SHARED) { shape.stages = 1; }
     return shape;
 }
 
@@ -183,8 +199,8 @@ typedef float2 LayerNormParts[LAYERNORM_MAX_WARPS][PATCH_ROWS];
 
 // After this, the parts of the step can be read. Parts of a step are written again two steps later, when everyone has
 // passed the barrier between: one barrier per step is enough.
-__device__ static inline void layernorm_barrier(LayerNormShape shape) {
-    if (shape.blocks > 1) {
+template <int CLUSTER> __device__ static inline void layernorm_barrier(void) {
+    if (CLUSTER) {
         cluster_arrive();
         cluster_wait();
     } else {
@@ -193,16 +209,17 @@ __device__ static inline void layernorm_barrier(LayerNormShape shape) {
 }
 
 // Part i of a row: those of block 0's warps first.
+template <int CLUSTER>
 __device__ static inline float2 layernorm_part(LayerNormParts parts, LayerNormShape shape, LayerNormPlace place, int i,
                                                int row) {
-    int rank = shape.blocks > 1 ? i / shape.row_warps : 0;
+    int rank = CLUSTER ? i / shape.row_warps : 0;
     const float2* part = &parts[place.lane * shape.row_warps + i - rank * shape.row_warps][row];
-    return shape.blocks > 1 ? cluster_load(part, (uint32_t)rank) : *part;
+    return CLUSTER ? cluster_load(part, (uint32_t)rank) : *part;
 }
 
 // How many columns it is of.
-__device__ static inline float layernorm_part_columns(LayerNormShape shape, int i, int C) {
-    int rank = shape.blocks > 1 ? i / shape.row_warps : 0, group = (i - rank * shape.row_warps) * 32;
+template <int CLUSTER> __device__ static inline float layernorm_part_columns(LayerNormShape shape, int i, int C) {
+    int rank = CLUSTER ? i / shape.row_warps : 0, group = (i - rank * shape.row_warps) * 32;
     int count = min(min(32, shape.groups - group), C / PATCH_COLS - rank * shape.groups - group);
     return (float)(max(0, count) * PATCH_COLS);
 }
@@ -231,6 +248,7 @@ __device__ static inline void layernorm_store_tile(uint8_t* transposed, const ui
 //            (Chan et al. 1979), so nothing cancels. FP8 is rounded from the FP32 y; amax is of y BEFORE scaling
 //   threads  grid (blocks of a cluster, strips); see LayerNormShape. rows: any; multiples of 16 for FP8
 //   bits     deterministic: all sums in fixed order
+template <int FP8, int CLUSTER>
 __global__ void __maxnreg__(96)
     layernorm_forward_kernel(FormsOut y, LayerNormStats stats, ResidualAdd add, const bf16* weight, const bf16* bias,
                              int rows, int C, LayerNormShape shape) {
@@ -239,8 +257,9 @@ __global__ void __maxnreg__(96)
     const LayerNormPlace place = layernorm_place(shape, C);
     const int steps = layernorm_steps(shape, rows), sub = threadIdx.x % 8, sub_row = threadIdx.x % 32 / 8;
     const int num_parts = shape.blocks * shape.row_warps;
+    const int writes_sum = add.branch != NULL && !y.measuring;
     uint32_t* tile = (uint32_t*)(shared_memory + shape.stages * LAYERNORM_VECTORS * shape.threads);
-    float scale = y.slot != NULL ? y.slot->scale : 1.0f, amax = 0.0f;
+    float scale = FP8 ? y.slot->scale : 1.0f, amax = 0.0f;
     uint4 raw_branch_bias = make_uint4(0, 0, 0, 0), raw_weight = raw_branch_bias, raw_bias = raw_branch_bias;
     if (place.active) {
         if (add.branch != NULL) { raw_branch_bias = load_vector(add.bias + place.column); }
@@ -251,6 +270,7 @@ __global__ void __maxnreg__(96)
     }
     const float per_group = 1.0f / (float)min(32, max(1, place.num_groups - place.warp * 32)),
                 per_column = 1.0f / (float)C;
+    const float own_columns = sub < num_parts ? layernorm_part_columns<CLUSTER>(shape, sub, C) : 0.0f;
 
     auto stage = [&](int step) {
         if (step < steps && place.active) {
@@ -313,18 +333,22 @@ __global__ void __maxnreg__(96)
         }
         float square = layernorm_warp_sum4(squares);
         if (sub == 0) { parts[step & 1][threadIdx.x / 32][sub_row] = make_float2(mean, square); }
-        layernorm_barrier(shape);
-        mean = square = 0.0f;
+        layernorm_barrier<CLUSTER>();
+        float2 own =
+            sub < num_parts ? layernorm_part<CLUSTER>(parts[step & 1], shape, place, sub, sub_row) : make_float2(0, 0);
+        mean = own.x * own_columns;
 #pragma unroll 1
-        for (int i = sub; i < num_parts; i += 8) {
-            mean += layernorm_part(parts[step & 1], shape, place, i, sub_row).x * layernorm_part_columns(shape, i, C);
+        for (int i = sub + 8; i < num_parts; i += 8) {
+            mean += layernorm_part<CLUSTER>(parts[step & 1], shape, place, i, sub_row).x *
+                    layernorm_part_columns<CLUSTER>(shape, i, C);
         }
         mean = layernorm_sum8(mean) * per_column;
+        square = own.y + (own.x - mean) * (own.x - mean) * own_columns;
 #pragma unroll 1
-        for (int i = sub; i < num_parts; i += 8) {
-            float2 part = layernorm_part(parts[step & 1], shape, place, i, sub_row);
+        for (int i = sub + 8; i < num_parts; i += 8) {
+            float2 part = layernorm_part<CLUSTER>(parts[step & 1], shape, place, i, sub_row);
             float delta = part.x - mean;
-            square += part.y + delta * delta * layernorm_part_columns(shape, i, C);
+            square += part.y + delta * delta * layernorm_part_columns<CLUSTER>(shape, i, C);
         }
         float rstd = rsqrtf(layernorm_sum8(square) * per_column + LAYERNORM_EPSILON);
         if (place.column == sub_row * 64 && sub == 0 && row + sub_row < rows && !y.measuring) { // lanes 0, 8, 16, 24
@@ -341,20 +365,17 @@ __global__ void __maxnreg__(96)
             size_t at = (size_t)row * C + place.column;
 #pragma unroll
             for (int r = 0; r < PATCH_ROWS; r++, at += C) {
-                float row_mean = layernorm_of_row(mean, r), row_rstd = layernorm_of_row(rstd, r);
-                if (r < count) {
-                    float v[8];
-                    unpack8(v, x[r]);
+                float row_mean = layernorm_of_row(mean, r), row_rstd = layernorm_of_row(rstd, r), v[8];
+                unpack8(v, x[r]);
 #pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        v[j] = (v[j] - row_mean) * row_rstd * w[j] + b[j];
-                    }
-                    if (add.branch != NULL && !y.measuring) { store_vector(add.sum + at, x[r]); }
-                    emit_row<e4m3>(y, &patch, r, v, scale, at, &amax);
+                for (int j = 0; j < 8; j++) {
+                    v[j] = (v[j] - row_mean) * row_rstd * w[j] + b[j];
                 }
+                if (writes_sum && r < count) { store_vector(add.sum + at, x[r]); }
+                emit_row<e4m3, FP8 ? FORMS_FP8 : FORMS_WIDE>(y, &patch, r, v, scale, at, r < count, &amax);
             }
         }
-        if (y.transposed != NULL) {
+        if (FP8 && y.transposed != NULL) {
             if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
             if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
                 __syncthreads();
@@ -364,7 +385,7 @@ __global__ void __maxnreg__(96)
     }
     if (y.amax != NULL) { raise_amax(y.amax, amax); }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(y, scale); }
-    layernorm_barrier(shape); // others may still read parts: a block's shared memory ends with it
+    layernorm_barrier<CLUSTER>(); // others may still read parts: a block's shared memory ends with it
 }
 
 // With n = (x - mean) rstd and g = weight dy:  dx = dresidual + rstd (g - mean(g) - n mean(g n)), in every form of dx
@@ -376,6 +397,7 @@ __global__ void __maxnreg__(96)
 //   bits     deterministic: all sums in fixed order
 //   dresidual is not staged: its lines are brought into L2 a step ahead, which costs neither registers nor shared
 //   memory, and read while the row sums are made.
+template <int FP8, int CLUSTER>
 __global__ void __maxnreg__(128)
     layernorm_backward_kernel(LayerNormBackward args, FormsOut dx, float* partials, LayerNormShape shape) {
     extern __shared__ uint4 shared_memory[];
@@ -386,7 +408,7 @@ __global__ void __maxnreg__(128)
     const int num_parts = shape.blocks * shape.row_warps;
     const float per_column = 1.0f / (float)C;
     uint32_t* tile = (uint32_t*)(shared_memory + shape.stages * LAYERNORM_VECTORS * shape.threads);
-    float scale = dx.slot != NULL ? dx.slot->scale : 1.0f, amax = 0.0f;
+    float scale = FP8 ? dx.slot->scale : 1.0f, amax = 0.0f;
     uint4 raw_weight = make_uint4(0, 0, 0, 0);
     if (place.active) {
         raw_weight = load_vector(args.weight + place.column);
@@ -465,11 +487,16 @@ __global__ void __maxnreg__(128)
         // of the warp, of the row
         float sum_g = layernorm_warp_sum4(sums_g), sum_gn = layernorm_warp_sum4(sums_gn);
         if (sub == 0) { parts[step & 1][threadIdx.x / 32][sub_row] = make_float2(sum_g, sum_gn); }
-        layernorm_barrier(shape);
+        layernorm_barrier<CLUSTER>();
         sum_g = sum_gn = 0.0f;
+        if (sub < num_parts) {
+            float2 part = layernorm_part<CLUSTER>(parts[step & 1], shape, place, sub, sub_row);
+            sum_g = part.x;
+            sum_gn = part.y;
+        }
 #pragma unroll 1
-        for (int i = sub; i < num_parts; i += 8) {
-            float2 part = layernorm_part(parts[step & 1], shape, place, i, sub_row);
+        for (int i = sub + 8; i < num_parts; i += 8) {
+            float2 part = layernorm_part<CLUSTER>(parts[step & 1], shape, place, i, sub_row);
             sum_g += part.x;
             sum_gn += part.y;
         }
@@ -481,25 +508,23 @@ __global__ void __maxnreg__(128)
         for (int r = 0; r < PATCH_ROWS; r++, at += C) {
             float mean = layernorm_of_row(stat_mean, r), rstd = layernorm_of_row(stat_rstd, r);
             float row_g = layernorm_of_row(mean_g, r), row_gn = layernorm_of_row(mean_gn, r);
-            if (r < count) {
-                float dy[8], x[8], v[8], stored[8];
-                unpack8(dy, raw_dy[r]);
-                unpack8(x, raw_x[r]);
-                unpack8(v, raw_dresidual[r]);
+            float dy[8], x[8], v[8], stored[8]; // of a row that does not exist: rstd, v are 0
+            unpack8(dy, raw_dy[r]);
+            unpack8(x, raw_x[r]);
+            unpack8(v, raw_dresidual[r]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    float n = (x[j] - mean) * rstd;
-                    v[j] += rstd * (w[j] * dy[j] - row_g - n * row_gn);
-                }
-                unpack8(stored, pack8(v));
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    dbranch_bias[j] += stored[j];
-                }
-                emit_row<e5m2>(dx, &patch, r, v, scale, at, &amax);
+            for (int j = 0; j < 8; j++) {
+                float n = (x[j] - mean) * rstd;
+                v[j] += rstd * (w[j] * dy[j] - row_g - n * row_gn);
             }
+            unpack8(stored, pack8(v));
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                dbranch_bias[j] += stored[j];
+            }
+            emit_row<e5m2, FP8 ? FORMS_FP8 : FORMS_WIDE>(dx, &patch, r, v, scale, at, r < count, &amax);
         }
-        if (dx.transposed != NULL) {
+        if (FP8 && dx.transposed != NULL) {
             if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
             if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
                 __syncthreads();
@@ -522,7 +547,7 @@ __global__ void __maxnreg__(128)
     }
     if (dx.amax != NULL) { raise_amax(dx.amax, amax); }
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) { write_descale(dx, scale); }
-    layernorm_barrier(shape); // others may still read parts: a block's shared memory ends with it
+    layernorm_barrier<CLUSTER>(); // others may still read parts: a block's shared memory ends with it
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -556,11 +581,13 @@ static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribu
 
 static inline void layernorm_forward_launch(Device* dev, FormsOut y, LayerNormStats stats, ResidualAdd add,
                                             const bf16* weight, const bf16* bias, int rows, int C) {
-    LayerNormShape shape = layernorm_shape(dev, rows, C);
+    LayerNormShape shape = layernorm_shape(dev, rows, C, y.slot != NULL, 2);
+    auto kernel = shape.blocks > 1 ? y.slot != NULL ? layernorm_forward_kernel<1, 1> : layernorm_forward_kernel<0, 1>
+                  : y.slot != NULL ? layernorm_forward_kernel<1, 0>
+                                   : layernorm_forward_kernel<0, 0>;
     cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config =
-        layernorm_config(dev, &attribute, (const void*)layernorm_forward_kernel, shape, rows, 65535);
-    cuda_check(cudaLaunchKernelEx(&config, layernorm_forward_kernel, y, stats, add, weight, bias, rows, C, shape));
+    cudaLaunchConfig_t config = layernorm_config(dev, &attribute, (const void*)kernel, shape, rows, 65535);
+    cuda_check(cudaLaunchKernelEx(&config, kernel, y, stats, add, weight, bias, rows, C, shape));
 }
 
 void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, ResidualAdd add, const bf16* weight,
@@ -580,14 +607,16 @@ void layernorm_forward(Device* dev, E4m3Tensor y, LayerNormStats stats, Residual
 
 // Returns the number of strips: partial sums per column.
 static inline int layernorm_backward_launch(Device* dev, LayerNormBackward args, FormsOut dx, float* partials) {
-    LayerNormShape shape = layernorm_shape(dev, args.rows, args.C);
+    LayerNormShape shape = layernorm_shape(dev, args.rows, args.C, 1, 1); // in BF16, too: the same sums
     int most = args.C <= COLUMN_WIDE ? COLUMN_PARTIALS : COLUMN_PARTIALS_WIDE;
+    auto kernel = shape.blocks > 1 ? dx.slot != NULL ? layernorm_backward_kernel<1, 1> : layernorm_backward_kernel<0, 1>
+                  : dx.slot != NULL ? layernorm_backward_kernel<1, 0>
+                                    : layernorm_backward_kernel<0, 0>;
     cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config =
-        layernorm_config(dev, &attribute, (const void*)layernorm_backward_kernel, shape, args.rows, most);
+    cudaLaunchConfig_t config = layernorm_config(dev, &attribute, (const void*)kernel, shape, args.rows, most);
     int strips = (int)config.gridDim.y;
     if (partials != NULL) { workspace_floats(dev, "layernorm_backward", (size_t)COLUMN_SUMS * strips * args.C); }
-    cuda_check(cudaLaunchKernelEx(&config, layernorm_backward_kernel, args, dx, partials, shape));
+    cuda_check(cudaLaunchKernelEx(&config, kernel, args, dx, partials, shape));
     return strips;
 }
 
