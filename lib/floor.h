@@ -266,9 +266,9 @@ void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int
 // losses (rows) FP32 = -log softmax(logits)[target];  targets (rows) int32 in [0, V)
 // with_gradient: (softmax - onehot) * dloss, padding columns 0, either
 //   BF16  in place of the logits (rows, Vp): dlogits.wide is `logits`, the other forms are NULL
-//   FP8   dlogits.data, dlogits.transposed, straight from FP32: wide is NULL. The slot is never measured or raised: no
-//         |dlogits| is above dloss, so its scale is known (SLOT_STATIC). rows a multiple of 16; the workspace has 8
-//         bytes per row, 8, and 4 per 64 rows. The logits stay
+//   FP8   dlogits.data and, if there is one, dlogits.transposed, straight from FP32: wide is NULL. The slot is never
+//         measured or raised: no |dlogits| is above dloss, so its scale is known (SLOT_STATIC). rows a multiple of 16.
+//         The logits stay
 // Otherwise dlogits is not looked at, and the logits stay.
 void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, const int* targets, float dloss,
                 int with_gradient, int rows, int V, int Vp);

@@ -1068,6 +1068,7 @@ void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, co
     check(V > 0 && V <= Vp, "classifier: (V, Vp) = (%d, %d), want 0 < V <= Vp", V, Vp);
     if (with_gradient && (dlogits.data != NULL || dlogits.transposed != NULL)) {
         check(dlogits.wide == NULL, "classifier: dlogits in FP8 and BF16, want one of them");
+        check(dlogits.data != NULL, "classifier: dlogits in FP8 without the row-major form");
         dlogits.measure_first = dlogits.record = 0;
         ClassifierOp op = {losses, logits, targets, dloss, V, Vp};
         produce(dev, row_output_e5m2(dlogits), producer_of("classifier", classifier_fp8_row, &op), rows, Vp);
