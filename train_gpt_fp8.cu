@@ -165,7 +165,10 @@ typedef struct {
     float* losses;              // (BT)
     Scratch scratch;
     Batch batch;                // on the device
-    Batch* staged;              // (grad_accum_steps) pinned host copies: no micro-step waits for an earlier one
+    Batch* staged;              // (grad_accum_steps + 1) pinned host copies, a ring: no micro-step waits for an earlier
+                                // one, and the next step's first batch is made while this step runs
+    int next_staged, is_staged; // where in the ring the next batch goes; is it there already?
+    Batch looked_at;            // one more, for evaluation
     void* staging;
     TokenCounter counter;
     StepState* state;           // on the device
@@ -468,11 +471,13 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
     wire_head(model);
     init_slots(model);
     model->counter = token_counter_create(config.vocab_size);
-    model->staging = pinned_malloc(dev, (size_t)train->grad_accum_steps * batch_bytes(BT));
-    model->staged = (Batch*)calloc_or_die((size_t)train->grad_accum_steps, sizeof(Batch));
-    for (int i = 0; i < train->grad_accum_steps; i++) {
+    int ring = train->grad_accum_steps + 1;
+    model->staging = pinned_malloc(dev, ((size_t)ring + 1) * batch_bytes(BT));
+    model->staged = (Batch*)calloc_or_die((size_t)ring, sizeof(Batch));
+    for (int i = 0; i < ring; i++) {
         model->staged[i] = batch_at((char*)model->staging + (size_t)i * batch_bytes(BT), BT);
     }
+    model->looked_at = batch_at((char*)model->staging + (size_t)ring * batch_bytes(BT), BT);
 }
 
 static void model_free(Model* model) {
@@ -684,17 +689,32 @@ static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
 // ---------------------------------------------------------------------------------------------------------------------
 // one optimizer step
 
-// Copy a micro-batch to the device through staging buffer i. Returns the device's index.
-static TokenIndex upload_batch(Model* model, int i, const int* tokens, const int* targets, int BT) {
-    Batch* host = &model->staged[i];
-    memcpy(host->tokens, tokens, (size_t)BT * sizeof(int));
-    memcpy(host->targets, targets, (size_t)BT * sizeof(int));
+// The loader's next micro-batch into the pinned buffer `host`.
+static void stage_batch(Model* model, Batch* host, DataLoader* loader) {
+    int BT = model->B * model->T;
+    dataloader_next(loader);
+    memcpy(host->tokens, loader->inputs, (size_t)BT * sizeof(int));
+    memcpy(host->targets, loader->targets, (size_t)BT * sizeof(int));
     host->index.num_buckets = token_index_build(&model->counter, host->index.rows, host->index.bucket_token,
-                                                host->index.bucket_start, tokens, BT);
+                                                host->index.bucket_start, host->tokens, BT);
+}
+
+// Copy a staged micro-batch to the device. Returns the device's index.
+static TokenIndex upload_batch(Model* model, const Batch* host) {
     device_copy_in(model->dev, model->batch.tokens, host->tokens, batch_bytes((size_t)model->B * model->T));
     TokenIndex index = model->batch.index;
     index.num_buckets = host->index.num_buckets;
     return index;
+}
+
+// Make the first micro-batch of the next step, unless it is there. Between the queueing of a step and the wait for it
+// this costs nothing: the device is busy, and finds the next step's work sooner.
+// NOTE: the loader is then one batch ahead of what has been trained on.
+static void stage_ahead(Model* model, DataLoader* loader) {
+    if (model->is_staged) { return; }
+    if (model->train->overfit_single_batch) { dataloader_rewind(loader); }
+    stage_batch(model, &model->staged[model->next_staged], loader);
+    model->is_staged = 1;
 }
 
 // Zeros for the gradients that every micro-step adds to. Those of the matrices and of the embedding, nearly all, are
@@ -718,8 +738,14 @@ static void accumulate_gradients(Model* model, DataLoader* loader) {
     for (int i = 0; i < accum; i++) {
         cost_nobody(dev);
         model->accumulate = i > 0;
-        dataloader_next(loader);
-        TokenIndex index = upload_batch(model, i, loader->inputs, loader->targets, BT);
+        if (i == 0) {
+            stage_ahead(model, loader);
+        } else {
+            stage_batch(model, &model->staged[model->next_staged], loader);
+        }
+        TokenIndex index = upload_batch(model, &model->staged[model->next_staged]);
+        model->next_staged = (model->next_staged + 1) % (accum + 1);
+        model->is_staged = 0;
         gpt_forward(model, model->batch.tokens, B, T);
         gpt_loss(model, model->batch.targets, dloss, 1, BT);
         loss_add(dev, model->state, model->losses, dloss, (size_t)BT);
@@ -749,8 +775,9 @@ typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_OUTLIER } StepVerdict;
 
 // One whole optimizer step at `learning_rate`. Fills the report's loss, norm, z-scores, skipped and slots_warming.
 // A step whose loss or norm is not finite leaves the weights as they were, to the bit; so does an outlier (-sl, -sg).
-static StepVerdict train_step(Model* model, DataLoader* loader, float learning_rate, OutlierDetector* loss_outliers,
-                              OutlierDetector* norm_outliers, StepReport* report) {
+// another_follows: while the device is busy, the next step's first batch is taken from the loader.
+static StepVerdict train_step(Model* model, DataLoader* loader, float learning_rate, int another_follows,
+                              OutlierDetector* loss_outliers, OutlierDetector* norm_outliers, StepReport* report) {
     const TrainConfig* t = model->train;
     int may_skip = t->skip_loss_z > 0.0f || t->skip_grad_z > 0.0f;
     int outlier = 0;
@@ -762,6 +789,7 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
         outlier = outlier_skips(report->loss_z, t->skip_loss_z) || outlier_skips(report->grad_norm_z, t->skip_grad_z);
     }
     update(model, learning_rate, !outlier);
+    if (another_follows) { stage_ahead(model, loader); }
     StepState state = read_state(model);
     if (!may_skip) {
         report->loss_z = outlier_update(loss_outliers, state.loss);
@@ -786,9 +814,9 @@ static float validate(Model* model, DataLoader* loader, int num_batches) {
     set_scaling(model, model->slots_warming > 0, 0);
     dataloader_rewind(loader);
     for (int i = 0; i < num_batches; i++) {
-        dataloader_next(loader);
+        stage_batch(model, &model->looked_at, loader);
         device_zero(model->dev, model->state, sizeof(StepState));
-        upload_batch(model, 0, loader->inputs, loader->targets, BT);
+        upload_batch(model, &model->looked_at);
         gpt_forward(model, model->batch.tokens, model->B, model->T);
         gpt_loss(model, model->batch.targets, 0.0f, 0, BT);
         loss_add(model->dev, model->state, model->losses, factor, (size_t)BT);
@@ -814,7 +842,7 @@ static int sample_next(Model* model, const int* tokens, int t, float* logits, ui
     // a multiple of 64 rows, so that shapes repeat (plans are cached per shape) and FP8 products can take them
     int capacity = sample_capacity(model);
     int T = (t + 63) / 64 * 64 < capacity ? (t + 63) / 64 * 64 : capacity;
-    Batch* host = &model->staged[0];
+    Batch* host = &model->looked_at;
     for (int i = 0; i < T; i++) {
         host->tokens[i] = i < t ? tokens[i] : tokens[t - 1]; // causal: what comes after t cannot be seen
     }
@@ -1004,7 +1032,6 @@ static int train_loop(Run* run, Model* model) {
         int last_step = step == run->num_steps;
         look_at_model(run, model, step, last_step);
         if (last_step) { break; }
-        if (train->overfit_single_batch) { dataloader_rewind(&run->train_loader); }
 
         StepReport report;
         memset(&report, 0, sizeof(report));
@@ -1014,8 +1041,8 @@ static int train_loop(Run* run, Model* model) {
         int profiled = step >= profile_from(train) && run->profile.num_steps < train->profile;
         if (profiled) { device_profile_begin(model->dev, &run->profile); }
         double start = seconds_now();
-        StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, &loss_outliers,
-                                         &norm_outliers, &report);
+        StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, step + 1 < run->num_steps,
+                                         &loss_outliers, &norm_outliers, &report);
         double elapsed = seconds_now() - start;
         if (profiled) {
             device_profile_end(model->dev);
