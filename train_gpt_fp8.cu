@@ -36,6 +36,7 @@
 #include "lib/schedule.h"    // defines: schedule_learning_rate
 #include "lib/checkpoint.h"  // defines: llm.c model files
 #include "lib/roofline.h"    // defines: the floor of a step in seconds
+#include "lib/micro_batch.h" // defines: MicroBatch, what -b auto chooses
 #include "lib/profile.h"     // defines: Profile: the time, bytes and FLOPs of every op
 #include "lib/logger.h"      // defines: Logger: screen, main.log, metrics.jsonl
 
@@ -432,9 +433,8 @@ static void init_slots(Model* model) {
     model->slots_warming = model->train->precision == PRECISION_FP8;
 }
 
-// Everything but the values of the weights: plan, check, allocate, wire. Prints the plan on rank 0.
-// dev and comm are open; dry_run stops before anything is allocated.
-static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config, const TrainConfig* train) {
+// A model without memory: enough to plan it.
+static void model_outline(Model* model, Device* dev, Comm* comm, GptConfig config, const TrainConfig* train) {
     memset(model, 0, sizeof(*model));
     model->dev = dev;
     model->comm = comm;
@@ -443,17 +443,30 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
     model->table = parameter_table(config);
     ScaleRecipe recipe = {train->amax_history, (AmaxAlgo)train->amax_algo, train->margin, train->headroom};
     model->recipe = recipe;
-    int L = config.num_layers, C = config.channels, HS = C / config.num_heads;
+    int L = config.num_layers;
     model->num_slots = (L * NUM_LINEARS + train->fp8_lm_head) * SLOTS_PER_LINEAR;
     model->w = (LayerWeights*)calloc_or_die((size_t)L, sizeof(LayerWeights));
     model->g = (LayerGrads*)calloc_or_die((size_t)L, sizeof(LayerGrads));
     model->a = (LayerActs*)calloc_or_die((size_t)L, sizeof(LayerActs));
     model->da = (LayerActGrads*)calloc_or_die((size_t)L, sizeof(LayerActGrads));
     model->T = train->seq_len;
-    size_t attention = attention_workspace_bytes(dev, train->batch_size, train->seq_len, config.num_heads, HS);
-    size_t matmul = matmul_workspace_bytes(), reduction = reduction_workspace_bytes(dev, 4 * C);
-    model->workspace_bytes = attention > matmul ? attention : matmul;
-    model->workspace_bytes = reduction > model->workspace_bytes ? reduction : model->workspace_bytes;
+    size_t matmul = matmul_workspace_bytes(), reduction = reduction_workspace_bytes(dev, 4 * config.channels);
+    model->workspace_bytes = reduction > matmul ? reduction : matmul;
+}
+
+// Attention's part of the workspace. A library may make its plans here, which takes a moment.
+static void add_attention_workspace(Model* model, int B) {
+    int NH = model->config.num_heads, HS = model->config.channels / NH;
+    size_t attention = attention_workspace_bytes(model->dev, B, model->T, NH, HS);
+    model->workspace_bytes = attention > model->workspace_bytes ? attention : model->workspace_bytes;
+}
+
+// Everything but the values of the weights: plan, check, allocate, wire. Prints the plan on rank 0.
+// dev and comm are open; dry_run stops before anything is allocated.
+static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config, const TrainConfig* train) {
+    model_outline(model, dev, comm, config, train);
+    int L = config.num_layers;
+    add_attention_workspace(model, train->batch_size);
     plan_model(model, train->batch_size);
     if (comm_rank(comm) == 0) { plan_print(&model->plan, stdout); }
     check_plan_fits(model);
@@ -492,6 +505,46 @@ static void model_free(Model* model) {
     free(model->g);
     free(model->a);
     free(model->da);
+}
+
+// -b auto: set train->batch_size (see micro_batch.h), and say so on rank 0. All ranks choose the same.
+static void choose_batch_size(TrainConfig* train, Device* dev, Comm* comm, GptConfig config) {
+    MicroBatch candidates[MAX_MICRO_BATCHES];
+    Chip chip = device_nominal_chip(dev);
+    int n = micro_batch_candidates(candidates, &chip, &config, train);
+    check(n > 0, "--batch-size (-b) auto: no B makes B * T * GPUs = B * %d * %d divide the %lld tokens of a step (-d) "
+          "and, with --precision fp8, B * T a multiple of 16", train->seq_len, train->num_ranks,
+          (long long)train->total_batch_tokens);
+    size_t free_bytes, total_bytes;
+    int64_t least, most;
+    device_memory(dev, &free_bytes, &total_bytes);
+    comm_host_min_max(comm, (int64_t)free_bytes, &least, &most);
+    free_bytes = (size_t)least / 32 * 31; // libraries load code and make plans later
+    Model model;
+    model_outline(&model, dev, comm, config, train);
+    for (int i = 0; i < n; i++) {
+        plan_model(&model, candidates[i].B);
+        candidates[i].bytes = plan_bytes(&model.plan);
+        plan_free(&model.plan);
+    }
+    // attention's workspace comes last: asking for it makes plans, better of what is chosen only
+    int chosen = -1, settled = 0;
+    while (!settled && (chosen = micro_batch_choose(candidates, n, free_bytes)) >= 0) {
+        size_t workspace = model.workspace_bytes;
+        add_attention_workspace(&model, candidates[chosen].B);
+        plan_model(&model, candidates[chosen].B);
+        candidates[chosen].bytes = plan_bytes(&model.plan);
+        plan_free(&model.plan);
+        model.workspace_bytes = workspace;
+        settled = candidates[chosen].bytes <= free_bytes;
+    }
+    model_free(&model);
+    comm_host_min_max(comm, chosen, &least, &most); // ranks with other GPUs may wish for another
+    chosen = (int)least;
+    train->batch_size = candidates[chosen < 0 ? 0 : chosen].B; // none fits: model_create says so, with the numbers
+    if (chosen < 0 || comm_rank(comm) != 0) { return; }
+    if (train->dry_run) { micro_batch_print_all(stdout, candidates, n, free_bytes); }
+    micro_batch_print(stdout, candidates, n, chosen, free_bytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1106,6 +1159,10 @@ int main(int argc, char** argv) {
     float* weights = NULL; // from a model file; NULL: initialised
     if (config_model_is_file(&train)) { checkpoint_read_model(train.model, &config, &weights); }
     config_finish(&train, &config, comm_num_ranks(comm), rank);
+    if (train.batch_size == BATCH_AUTO) {
+        choose_batch_size(&train, dev, comm, config);
+        config_finish(&train, &config, comm_num_ranks(comm), rank);
+    }
     check_ranks_agree(comm, &train, &config);
     check(train.prompt[0] == 0 || strcmp(train.tokenizer, "byte") == 0,
           "--prompt needs --tokenizer byte, found '%s'", train.tokenizer);
