@@ -161,9 +161,13 @@ if command -v mpirun >/dev/null; then
     else
         fail "train on two ranks" "$(tail -n 5 "$work/ranks.out")"
     fi
+    mpi "$program" -i "$work/train.bin" -o "$work/auto_ranks" "${shape[@]}" -b auto -d 1024 -x 2 -v 0 -s 0 --threads 1 \
+        >"$work/auto_ranks.out" 2>&1 || true
+    check "-b auto on two ranks: one choice, said once" "$(grep '^-b auto' "$work/auto_ranks.out"; tail -n 2 "$work/auto_ranks.out")" \
+        test "$(grep -c '^-b auto: -b 8,' "$work/auto_ranks.out") $(losses auto_ranks step | wc -l)" = "1 2"
 else
     echo "skipped  two ranks: no mpirun"
-    skipped=$((skipped + 3))
+    skipped=$((skipped + 4))
 fi
 
 # A command line of llm.c, with every flag that its scripts use.
