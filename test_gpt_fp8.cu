@@ -44,6 +44,7 @@
 #include "lib/schedule.h"
 #include "lib/checkpoint.h"
 #include "lib/roofline.h"
+#include "lib/micro_batch.h"
 #include "lib/profile.h"
 #include "lib/logger.h"
 

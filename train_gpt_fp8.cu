@@ -36,6 +36,7 @@
 #include "lib/schedule.h"    // defines: schedule_learning_rate
 #include "lib/checkpoint.h"  // defines: llm.c model files
 #include "lib/roofline.h"    // defines: the floor of a step in seconds
+#include "lib/micro_batch.h" // defines: MicroBatch, what -b auto chooses
 #include "lib/profile.h"     // defines: Profile: the time, bytes and FLOPs of every op
 #include "lib/logger.h"      // defines: Logger: screen, main.log, metrics.jsonl
 
@@ -165,7 +166,10 @@ typedef struct {
     float* losses;              // (BT)
     Scratch scratch;
     Batch batch;                // on the device
-    Batch* staged;              // (grad_accum_steps) pinned host copies: no micro-step waits for an earlier one
+    Batch* staged;              // (grad_accum_steps + 1) pinned host copies, a ring: no micro-step waits for an earlier
+                                // one, and the next step's first batch is made while this step runs
+    int next_staged, is_staged; // where in the ring the next batch goes; is it there already?
+    Batch looked_at;            // one more, for evaluation
     void* staging;
     TokenCounter counter;
     StepState* state;           // on the device
@@ -429,9 +433,8 @@ static void init_slots(Model* model) {
     model->slots_warming = model->train->precision == PRECISION_FP8;
 }
 
-// Everything but the values of the weights: plan, check, allocate, wire. Prints the plan on rank 0.
-// dev and comm are open; dry_run stops before anything is allocated.
-static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config, const TrainConfig* train) {
+// A model without memory: enough to plan it.
+static void model_outline(Model* model, Device* dev, Comm* comm, GptConfig config, const TrainConfig* train) {
     memset(model, 0, sizeof(*model));
     model->dev = dev;
     model->comm = comm;
@@ -440,17 +443,30 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
     model->table = parameter_table(config);
     ScaleRecipe recipe = {train->amax_history, (AmaxAlgo)train->amax_algo, train->margin, train->headroom};
     model->recipe = recipe;
-    int L = config.num_layers, C = config.channels, HS = C / config.num_heads;
+    int L = config.num_layers;
     model->num_slots = (L * NUM_LINEARS + train->fp8_lm_head) * SLOTS_PER_LINEAR;
     model->w = (LayerWeights*)calloc_or_die((size_t)L, sizeof(LayerWeights));
     model->g = (LayerGrads*)calloc_or_die((size_t)L, sizeof(LayerGrads));
     model->a = (LayerActs*)calloc_or_die((size_t)L, sizeof(LayerActs));
     model->da = (LayerActGrads*)calloc_or_die((size_t)L, sizeof(LayerActGrads));
     model->T = train->seq_len;
-    size_t attention = attention_workspace_bytes(dev, train->batch_size, train->seq_len, config.num_heads, HS);
-    size_t matmul = matmul_workspace_bytes(), reduction = reduction_workspace_bytes(dev, 4 * C);
-    model->workspace_bytes = attention > matmul ? attention : matmul;
-    model->workspace_bytes = reduction > model->workspace_bytes ? reduction : model->workspace_bytes;
+    size_t matmul = matmul_workspace_bytes(), reduction = reduction_workspace_bytes(dev, 4 * config.channels);
+    model->workspace_bytes = reduction > matmul ? reduction : matmul;
+}
+
+// Attention's part of the workspace. A library may make its plans here, which takes a moment.
+static void add_attention_workspace(Model* model, int B) {
+    int NH = model->config.num_heads, HS = model->config.channels / NH;
+    size_t attention = attention_workspace_bytes(model->dev, B, model->T, NH, HS);
+    model->workspace_bytes = attention > model->workspace_bytes ? attention : model->workspace_bytes;
+}
+
+// Everything but the values of the weights: plan, check, allocate, wire. Prints the plan on rank 0.
+// dev and comm are open; dry_run stops before anything is allocated.
+static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config, const TrainConfig* train) {
+    model_outline(model, dev, comm, config, train);
+    int L = config.num_layers;
+    add_attention_workspace(model, train->batch_size);
     plan_model(model, train->batch_size);
     if (comm_rank(comm) == 0) { plan_print(&model->plan, stdout); }
     check_plan_fits(model);
@@ -468,11 +484,13 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
     wire_head(model);
     init_slots(model);
     model->counter = token_counter_create(config.vocab_size);
-    model->staging = pinned_malloc(dev, (size_t)train->grad_accum_steps * batch_bytes(BT));
-    model->staged = (Batch*)calloc_or_die((size_t)train->grad_accum_steps, sizeof(Batch));
-    for (int i = 0; i < train->grad_accum_steps; i++) {
+    int ring = train->grad_accum_steps + 1;
+    model->staging = pinned_malloc(dev, ((size_t)ring + 1) * batch_bytes(BT));
+    model->staged = (Batch*)calloc_or_die((size_t)ring, sizeof(Batch));
+    for (int i = 0; i < ring; i++) {
         model->staged[i] = batch_at((char*)model->staging + (size_t)i * batch_bytes(BT), BT);
     }
+    model->looked_at = batch_at((char*)model->staging + (size_t)ring * batch_bytes(BT), BT);
 }
 
 static void model_free(Model* model) {
@@ -487,6 +505,46 @@ static void model_free(Model* model) {
     free(model->g);
     free(model->a);
     free(model->da);
+}
+
+// -b auto: set train->batch_size (see micro_batch.h), and say so on rank 0. All ranks choose the same.
+static void choose_batch_size(TrainConfig* train, Device* dev, Comm* comm, GptConfig config) {
+    MicroBatch candidates[MAX_MICRO_BATCHES];
+    Chip chip = device_nominal_chip(dev);
+    int n = micro_batch_candidates(candidates, &chip, &config, train);
+    check(n > 0, "--batch-size (-b) auto: no B makes B * T * GPUs = B * %d * %d divide the %lld tokens of a step (-d) "
+          "and, with --precision fp8, B * T a multiple of 16", train->seq_len, train->num_ranks,
+          (long long)train->total_batch_tokens);
+    size_t free_bytes, total_bytes;
+    int64_t least, most;
+    device_memory(dev, &free_bytes, &total_bytes);
+    comm_host_min_max(comm, (int64_t)free_bytes, &least, &most);
+    free_bytes = (size_t)least / 32 * 31; // libraries load code and make plans later
+    Model model;
+    model_outline(&model, dev, comm, config, train);
+    for (int i = 0; i < n; i++) {
+        plan_model(&model, candidates[i].B);
+        candidates[i].bytes = plan_bytes(&model.plan);
+        plan_free(&model.plan);
+    }
+    // attention's workspace comes last: asking for it makes plans, better of what is chosen only
+    int chosen = -1, settled = 0;
+    while (!settled && (chosen = micro_batch_choose(candidates, n, free_bytes)) >= 0) {
+        size_t workspace = model.workspace_bytes;
+        add_attention_workspace(&model, candidates[chosen].B);
+        plan_model(&model, candidates[chosen].B);
+        candidates[chosen].bytes = plan_bytes(&model.plan);
+        plan_free(&model.plan);
+        model.workspace_bytes = workspace;
+        settled = candidates[chosen].bytes <= free_bytes;
+    }
+    model_free(&model);
+    comm_host_min_max(comm, chosen, &least, &most); // ranks with other GPUs may wish for another
+    chosen = (int)least;
+    train->batch_size = candidates[chosen < 0 ? 0 : chosen].B; // none fits: model_create says so, with the numbers
+    if (chosen < 0 || comm_rank(comm) != 0) { return; }
+    if (train->dry_run) { micro_batch_print_all(stdout, candidates, n, free_bytes); }
+    micro_batch_print(stdout, candidates, n, chosen, free_bytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -684,17 +742,32 @@ static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
 // ---------------------------------------------------------------------------------------------------------------------
 // one optimizer step
 
-// Copy a micro-batch to the device through staging buffer i. Returns the device's index.
-static TokenIndex upload_batch(Model* model, int i, const int* tokens, const int* targets, int BT) {
-    Batch* host = &model->staged[i];
-    memcpy(host->tokens, tokens, (size_t)BT * sizeof(int));
-    memcpy(host->targets, targets, (size_t)BT * sizeof(int));
+// The loader's next micro-batch into the pinned buffer `host`.
+static void stage_batch(Model* model, Batch* host, DataLoader* loader) {
+    int BT = model->B * model->T;
+    dataloader_next(loader);
+    memcpy(host->tokens, loader->inputs, (size_t)BT * sizeof(int));
+    memcpy(host->targets, loader->targets, (size_t)BT * sizeof(int));
     host->index.num_buckets = token_index_build(&model->counter, host->index.rows, host->index.bucket_token,
-                                                host->index.bucket_start, tokens, BT);
+                                                host->index.bucket_start, host->tokens, BT);
+}
+
+// Copy a staged micro-batch to the device. Returns the device's index.
+static TokenIndex upload_batch(Model* model, const Batch* host) {
     device_copy_in(model->dev, model->batch.tokens, host->tokens, batch_bytes((size_t)model->B * model->T));
     TokenIndex index = model->batch.index;
     index.num_buckets = host->index.num_buckets;
     return index;
+}
+
+// Make the first micro-batch of the next step, unless it is there. Between the queueing of a step and the wait for it
+// this costs nothing: the device is busy, and finds the next step's work sooner.
+// NOTE: the loader is then one batch ahead of what has been trained on.
+static void stage_ahead(Model* model, DataLoader* loader) {
+    if (model->is_staged) { return; }
+    if (model->train->overfit_single_batch) { dataloader_rewind(loader); }
+    stage_batch(model, &model->staged[model->next_staged], loader);
+    model->is_staged = 1;
 }
 
 // Zeros for the gradients that every micro-step adds to. Those of the matrices and of the embedding, nearly all, are
@@ -718,8 +791,14 @@ static void accumulate_gradients(Model* model, DataLoader* loader) {
     for (int i = 0; i < accum; i++) {
         cost_nobody(dev);
         model->accumulate = i > 0;
-        dataloader_next(loader);
-        TokenIndex index = upload_batch(model, i, loader->inputs, loader->targets, BT);
+        if (i == 0) {
+            stage_ahead(model, loader);
+        } else {
+            stage_batch(model, &model->staged[model->next_staged], loader);
+        }
+        TokenIndex index = upload_batch(model, &model->staged[model->next_staged]);
+        model->next_staged = (model->next_staged + 1) % (accum + 1);
+        model->is_staged = 0;
         gpt_forward(model, model->batch.tokens, B, T);
         gpt_loss(model, model->batch.targets, dloss, 1, BT);
         loss_add(dev, model->state, model->losses, dloss, (size_t)BT);
@@ -749,8 +828,9 @@ typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_OUTLIER } StepVerdict;
 
 // One whole optimizer step at `learning_rate`. Fills the report's loss, norm, z-scores, skipped and slots_warming.
 // A step whose loss or norm is not finite leaves the weights as they were, to the bit; so does an outlier (-sl, -sg).
-static StepVerdict train_step(Model* model, DataLoader* loader, float learning_rate, OutlierDetector* loss_outliers,
-                              OutlierDetector* norm_outliers, StepReport* report) {
+// another_follows: while the device is busy, the next step's first batch is taken from the loader.
+static StepVerdict train_step(Model* model, DataLoader* loader, float learning_rate, int another_follows,
+                              OutlierDetector* loss_outliers, OutlierDetector* norm_outliers, StepReport* report) {
     const TrainConfig* t = model->train;
     int may_skip = t->skip_loss_z > 0.0f || t->skip_grad_z > 0.0f;
     int outlier = 0;
@@ -762,6 +842,7 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
         outlier = outlier_skips(report->loss_z, t->skip_loss_z) || outlier_skips(report->grad_norm_z, t->skip_grad_z);
     }
     update(model, learning_rate, !outlier);
+    if (another_follows) { stage_ahead(model, loader); }
     StepState state = read_state(model);
     if (!may_skip) {
         report->loss_z = outlier_update(loss_outliers, state.loss);
@@ -786,9 +867,9 @@ static float validate(Model* model, DataLoader* loader, int num_batches) {
     set_scaling(model, model->slots_warming > 0, 0);
     dataloader_rewind(loader);
     for (int i = 0; i < num_batches; i++) {
-        dataloader_next(loader);
+        stage_batch(model, &model->looked_at, loader);
         device_zero(model->dev, model->state, sizeof(StepState));
-        upload_batch(model, 0, loader->inputs, loader->targets, BT);
+        upload_batch(model, &model->looked_at);
         gpt_forward(model, model->batch.tokens, model->B, model->T);
         gpt_loss(model, model->batch.targets, 0.0f, 0, BT);
         loss_add(model->dev, model->state, model->losses, factor, (size_t)BT);
@@ -814,7 +895,7 @@ static int sample_next(Model* model, const int* tokens, int t, float* logits, ui
     // a multiple of 64 rows, so that shapes repeat (plans are cached per shape) and FP8 products can take them
     int capacity = sample_capacity(model);
     int T = (t + 63) / 64 * 64 < capacity ? (t + 63) / 64 * 64 : capacity;
-    Batch* host = &model->staged[0];
+    Batch* host = &model->looked_at;
     for (int i = 0; i < T; i++) {
         host->tokens[i] = i < t ? tokens[i] : tokens[t - 1]; // causal: what comes after t cannot be seen
     }
@@ -1004,7 +1085,6 @@ static int train_loop(Run* run, Model* model) {
         int last_step = step == run->num_steps;
         look_at_model(run, model, step, last_step);
         if (last_step) { break; }
-        if (train->overfit_single_batch) { dataloader_rewind(&run->train_loader); }
 
         StepReport report;
         memset(&report, 0, sizeof(report));
@@ -1014,8 +1094,8 @@ static int train_loop(Run* run, Model* model) {
         int profiled = step >= profile_from(train) && run->profile.num_steps < train->profile;
         if (profiled) { device_profile_begin(model->dev, &run->profile); }
         double start = seconds_now();
-        StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, &loss_outliers,
-                                         &norm_outliers, &report);
+        StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, step + 1 < run->num_steps,
+                                         &loss_outliers, &norm_outliers, &report);
         double elapsed = seconds_now() - start;
         if (profiled) {
             device_profile_end(model->dev);
@@ -1079,6 +1159,10 @@ int main(int argc, char** argv) {
     float* weights = NULL; // from a model file; NULL: initialised
     if (config_model_is_file(&train)) { checkpoint_read_model(train.model, &config, &weights); }
     config_finish(&train, &config, comm_num_ranks(comm), rank);
+    if (train.batch_size == BATCH_AUTO) {
+        choose_batch_size(&train, dev, comm, config);
+        config_finish(&train, &config, comm_num_ranks(comm), rank);
+    }
     check_ranks_agree(comm, &train, &config);
     check(train.prompt[0] == 0 || strcmp(train.tokenizer, "byte") == 0,
           "--prompt needs --tokenizer byte, found '%s'", train.tokenizer);

@@ -403,7 +403,7 @@ static HostStep probe_step(void* session, float learning_rate) {
     StepReport report;
     memset(&report, 0, sizeof(report));
     StepVerdict verdict =
-        train_step(&s->model, &s->loader, learning_rate, &s->loss_outliers, &s->norm_outliers, &report);
+        train_step(&s->model, &s->loader, learning_rate, 1, &s->loss_outliers, &s->norm_outliers, &report);
     HostStep step = {report.loss, report.grad_norm, (int)verdict, s->model.slots_warming};
     return step;
 }
@@ -419,9 +419,9 @@ static void probe_forward(void* session, float* logits, float* losses) {
     int BT = model->B * model->T, V = s->config.vocab_size, Vp = s->config.padded_vocab_size;
     check(model->head_rows >= BT, "test: logits of %d rows, %d are kept", BT, model->head_rows);
     dataloader_rewind(&s->val_loader);
-    dataloader_next(&s->val_loader);
     set_scaling(model, model->slots_warming > 0, 0);
-    upload_batch(model, 0, s->val_loader.inputs, s->val_loader.targets, BT);
+    stage_batch(model, &model->looked_at, &s->val_loader);
+    upload_batch(model, &model->looked_at);
     gpt_forward(model, model->batch.tokens, model->B, model->T);
     gpt_loss(model, model->batch.targets, 0.0f, 0, BT);
     if (losses != NULL) { device_copy_out(s->dev, losses, model->losses, (size_t)BT * sizeof(float)); }

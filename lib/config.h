@@ -44,6 +44,12 @@ typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD
 // Bits of TrainConfig.bf16_ops, in the order of the row's choices.
 enum { BF16_OP_QKV = 1, BF16_OP_PROJ = 2, BF16_OP_FC = 4, BF16_OP_FCPROJ = 8 };
 
+enum {
+    BATCH_AUTO = 0,                 // -b auto (micro_batch.h)
+    CONFIG_MAX_BATCH = 65536,       // B
+    CONFIG_MAX_MICRO_TOKENS = 1 << 26 // B * T
+};
+
 // Everything else. Strings point into argv or at literals and are never NULL; "" means "not given".
 typedef struct {
     // data and output
@@ -55,7 +61,7 @@ typedef struct {
     // model shape, over the descriptor's; 0 = as the descriptor says
     int num_layers, channels, num_heads, max_seq_len, vocab_size;
     // batch
-    int batch_size;             // B: sequences per rank and micro-step
+    int batch_size;             // B: sequences per rank and micro-step; BATCH_AUTO until the program has chosen
     int seq_len;                // T: tokens per sequence
     int64_t total_batch_tokens; // tokens per optimizer step over all ranks; -1 until config_finish: B * T * ranks
     int max_steps;              // optimizer steps; -1: one epoch of the training data
@@ -113,7 +119,7 @@ typedef struct {
 
 typedef enum {
     FLAG_HEADING, // a title in --help, no flag
-    FLAG_INT,     // int, min..max
+    FLAG_INT,     // int, min..max; 0 is written as the word in `choices`, if there is one
     FLAG_INT64,   // int64_t, min..max
     FLAG_FLOAT,   // float, finite, min..max
     FLAG_STRING,  // const char*, kept as given
@@ -172,8 +178,8 @@ static inline const Flag* config_flags(int* count) {
          "vocabulary V, padded to a multiple of 128"},
 
         {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Batch"},
-        {"batch-size", "b", FLAG_INT, FLAG_OF_RUN, FLAG_AT(batch_size), "4", 1, 65536, NULL, "N",
-         "sequences per GPU and micro-step, B"},
+        {"batch-size", "b", FLAG_INT, FLAG_OF_RUN, FLAG_AT(batch_size), "4", 1, CONFIG_MAX_BATCH, "auto", "N|auto",
+         "sequences per GPU and micro-step, B; auto: the fastest that fits into memory (wants -d)"},
         {"seq-len", "t", FLAG_INT, FLAG_OF_RUN, FLAG_AT(seq_len), "1024", 1, 1048576, NULL, "N",
          "tokens per sequence, T"},
         {"total-batch-tokens", "d", FLAG_INT64, FLAG_OF_RUN, FLAG_AT(total_batch_tokens), "-1", -1, 1e12, NULL, "N",
@@ -455,7 +461,13 @@ static inline void config_set(TrainConfig* train, const Flag* flag, const char* 
     config_flag_title(flag, title, sizeof(title));
     char* member = (char*)train + flag->offset;
     switch (flag->type) {
-    case FLAG_INT: *(int*)member = (int)config_parse_integer(flag, text, text + strlen(text), title); break;
+    case FLAG_INT:
+        if (flag->choices != NULL && strcmp(text, flag->choices) == 0) {
+            *(int*)member = 0;
+        } else {
+            *(int*)member = (int)config_parse_integer(flag, text, text + strlen(text), title);
+        }
+        break;
     case FLAG_INT64: *(int64_t*)member = config_parse_integer(flag, text, text + strlen(text), title); break;
     case FLAG_FLOAT: *(float*)member = config_parse_float(flag, text, title); break;
     case FLAG_STRING: *(const char**)member = text; break;
@@ -489,7 +501,13 @@ static inline const char* config_get(const TrainConfig* train, const Flag* flag,
     out[0] = 0;
     switch (flag->type) {
     case FLAG_INT:
-    case FLAG_SWITCH: snprintf(out, size, "%d", *(const int*)member); break;
+    case FLAG_SWITCH:
+        if (flag->choices != NULL && *(const int*)member == 0) {
+            snprintf(out, size, "%s", flag->choices);
+        } else {
+            snprintf(out, size, "%d", *(const int*)member);
+        }
+        break;
     case FLAG_INT64: snprintf(out, size, "%lld", (long long)*(const int64_t*)member); break;
     case FLAG_STRING: snprintf(out, size, "%s", *(const char* const*)member); break;
     case FLAG_PAIR: snprintf(out, size, "%d,%d", ((const int*)member)[0], ((const int*)member)[1]); break;
@@ -687,15 +705,17 @@ static inline void config_parse(TrainConfig* train, GptConfig* gpt, int argc, ch
 
 // Check what needs the whole picture (the model, also one that was read from a file, and the ranks that mpirun started)
 // and set total_batch_tokens, grad_accum_steps, num_ranks and rank. When it does not fit: one error line, with the
-// numbers.
+// numbers. With -b auto what depends on B is left out: call again when it is chosen.
 static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int num_ranks, int rank) {
     gpt_check(gpt, train->model);
-    int64_t B = train->batch_size, T = train->seq_len;
+    int is_auto = train->batch_size == BATCH_AUTO;
+    int64_t B = is_auto ? 1 : train->batch_size, T = train->seq_len;
     check(T <= gpt->max_seq_len, "--seq-len (-t): T = %lld is longer than the model's max_seq_len %d", (long long)T,
           gpt->max_seq_len);
-    check(B * T <= 1 << 26, "B * T = %lld * %lld = %lld tokens per micro-step, want at most %d (smaller -b, larger -d)",
-          (long long)B, (long long)T, (long long)(B * T), 1 << 26);
-    check(train->precision != PRECISION_FP8 || B * T % 16 == 0,
+    check(B * T <= CONFIG_MAX_MICRO_TOKENS,
+          "B * T = %lld * %lld = %lld tokens per micro-step, want at most %d (smaller -b, larger -d)", (long long)B,
+          (long long)T, (long long)(B * T), CONFIG_MAX_MICRO_TOKENS);
+    check(is_auto || train->precision != PRECISION_FP8 || B * T % 16 == 0,
           "B * T = %lld * %lld = %lld, want a multiple of 16 with --precision fp8", (long long)B, (long long)T,
           (long long)(B * T));
     check(train->num_processes == 0 || train->num_processes == num_ranks,
@@ -709,15 +729,20 @@ static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int n
     int first = train->bf16_first_layers, last = train->bf16_last_layers, L = gpt->num_layers;
     check(first + last <= L, "--bf16-layers %d,%d: more than the model's %d layers", first, last, L);
     int64_t micro_tokens = B * T * num_ranks;
+    check(!is_auto || train->total_batch_tokens != -1, "--batch-size (-b) auto wants --total-batch-tokens (-d): how "
+          "many tokens make a step is part of the recipe, only how they are split is chosen");
     if (train->total_batch_tokens == -1) {
         train->total_batch_tokens = micro_tokens;
     }
     int64_t total = train->total_batch_tokens;
     int64_t nearest = total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens;
+    check(!is_auto || total % micro_tokens == 0, "--total-batch-tokens (-d): %lld is not a multiple of T * GPUs = "
+          "%lld * %d = %lld; nearest: %lld", (long long)total, (long long)T, num_ranks, (long long)micro_tokens,
+          (long long)nearest);
     check(total % micro_tokens == 0, "--total-batch-tokens (-d): %lld is not a multiple of B * T * GPUs = "
           "%lld * %lld * %d = %lld; nearest: %lld", (long long)total, (long long)B, (long long)T, num_ranks,
           (long long)micro_tokens, (long long)nearest);
-    check(total / micro_tokens <= INT_MAX, "--total-batch-tokens (-d): %lld micro-steps are too many",
+    check(is_auto || total / micro_tokens <= INT_MAX, "--total-batch-tokens (-d): %lld micro-steps are too many",
           (long long)(total / micro_tokens));
     check(!train->overfit_single_batch || train->val_data[0] != 0,
           "--overfit-single-batch (-a) trains on a validation batch: give --val-data (-j)");

@@ -163,6 +163,12 @@ const char* device_name(const Device* dev) { return dev->name; }
 static inline Chip device_chip(const Device* dev) { return chip_measured(dev->num_threads); }
 #endif
 
+// For choices that must be the same in every run and on every rank: about one core of today, FP32 and DRAM.
+static inline Chip device_nominal_chip(const Device* dev) {
+    (void)dev;
+    return chip_of_cpu(1e11, 1e10);
+}
+
 const char* device_attention_name(const Device* dev) {
     (void)dev;
     return "builtin";

@@ -120,6 +120,11 @@ static inline Chip device_chip(const Device* dev) {
     return chip_from_device(dev->properties.name, dev->properties.multiProcessorCount, sm_khz / 1e6, bytes_per_s);
 }
 
+// For choices that must be the same in every run: nothing is measured here anyway.
+static inline Chip device_nominal_chip(const Device* dev) {
+    return device_chip(dev);
+}
+
 void device_memory(const Device* dev, size_t* free_bytes, size_t* total_bytes) {
     (void)dev;
     cuda_check(cudaMemGetInfo(free_bytes, total_bytes));

@@ -161,9 +161,13 @@ if command -v mpirun >/dev/null; then
     else
         fail "train on two ranks" "$(tail -n 5 "$work/ranks.out")"
     fi
+    mpi "$program" -i "$work/train.bin" -o "$work/auto_ranks" "${shape[@]}" -b auto -d 1024 -x 2 -v 0 -s 0 --threads 1 \
+        >"$work/auto_ranks.out" 2>&1 || true
+    check "-b auto on two ranks: one choice, said once" "$(grep '^-b auto' "$work/auto_ranks.out"; tail -n 2 "$work/auto_ranks.out")" \
+        test "$(grep -c '^-b auto: -b 8,' "$work/auto_ranks.out") $(losses auto_ranks step | wc -l)" = "1 2"
 else
     echo "skipped  two ranks: no mpirun"
-    skipped=$((skipped + 3))
+    skipped=$((skipped + 4))
 fi
 
 # A command line of llm.c, with every flag that its scripts use.
@@ -226,6 +230,17 @@ check "--help" "no usage" grep -q -- '--precision' <("$program" --help)
 check "--dry-run prints the memory plan" "none in: $(tail -n 2 "$work/dry.out")" grep -q 'memory: sum' "$work/dry.out"
 check "--dry-run trains nothing" "there is a step line" test "$(grep -c '^step' "$work/dry.out")" -eq 0
 
+# -b auto says what it chose, and is -b N from there on.
+train auto -b auto -d 1024
+chosen=$(sed -n 's/^-b auto: -b \([0-9]*\), .*/\1/p' "$work/auto.out")
+check "-b auto says what it chose" "said '$chosen': $(head -n 3 "$work/auto.out")" test "${chosen:-0}" -ge 1
+train pinned -b "${chosen:-1}" -d 1024
+check "-b auto is -b $chosen: the same losses" "metrics.jsonl differs" cmp -s <(losses auto step) <(losses pinned step)
+"$program" "${shape[@]}" -b auto -d 1024 --dry-run >"$work/dry_auto.out" 2>&1 || true
+check "-b auto with --dry-run chooses the same" "said: $(grep '^-b auto' "$work/dry_auto.out")" \
+    grep -q "^-b auto: -b $chosen," "$work/dry_auto.out"
+check "-b auto with --dry-run lists what there is" "no such table" grep -qE '^ +16 +1 ' "$work/dry_auto.out"
+
 # Bad input: a non-zero exit and exactly one line on stderr, which begins with "error:" and contains the text.
 refuses() { # TEXT ARGUMENT...
     local text=$1 status=0 lines
@@ -251,6 +266,7 @@ refuses "--no-such-flag" "${good[@]}" --no-such-flag 1
 refuses "-qq" "${good[@]}" -qq 1
 refuses "--batch-size" "${good[@]}" -b zero
 refuses "--batch-size" "${good[@]}" -b 0
+refuses "auto wants --total-batch-tokens" "${good[@]}" -b auto
 refuses "--learning-rate" "${good[@]}" -l nan
 refuses "'-l' needs a value" "${good[@]}" -l
 refuses "--precision" "${good[@]}" --precision fp4
