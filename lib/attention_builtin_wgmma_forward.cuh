@@ -37,7 +37,9 @@ template <int HS_, int GROUPS_, int TEAMS_, int STAGES_> struct WgmmaForward {
     // behind all that, of each team, its mbarriers, its items [2], and the largest output so far
     static constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 16, ITEM = Q_EMPTY + 16, KV_FULL = ITEM + 32;
     static constexpr int KV_EMPTY = KV_FULL + 8 * STAGES, AMAX = KV_EMPTY + 8 * STAGES, BARRIER_BYTES = 256;
-    static constexpr int SHARED_BYTES = TEAMS * (TEAM_BYTES + BARRIER_BYTES) + 1024; // 1024: to reach the boundary
+    // behind those of all teams: an operand of ones
+    static constexpr int AT_ONES = TEAMS * (TEAM_BYTES + BARRIER_BYTES), ONES_BYTES = 256;
+    static constexpr int SHARED_BYTES = AT_ONES + ONES_BYTES + 1024; // 1024: to reach the boundary
     static_assert(AMAX + 4 <= BARRIER_BYTES && SHARED_BYTES <= 232448, "a block of Hopper has 227 KB");
 };
 // What was measured to be the fastest: dev/README.md.
@@ -57,6 +59,18 @@ static __device__ __forceinline__ void wgmma_forward_add(float (&d)[32], const u
 }
 static __device__ __forceinline__ void wgmma_forward_add(float (&d)[64], const uint32_t* a, uint64_t b) {
     wgmma_64x128_registers(d, a, b, 1);
+}
+
+// d (64, 8) += a (64, 16) . ones (16, 8), a from registers: the row sums of a, in every column
+static __device__ __forceinline__ void wgmma_forward_add_rows(float (&d)[4], const uint32_t* a, uint64_t ones) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, "
+                 "0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(ones));
+}
+// Two groups of 8 x 8 elements side by side, without a swizzle: all that is read are the 256 bytes at `address`.
+static __device__ __forceinline__ uint64_t wgmma_forward_ones(uint32_t address) {
+    return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)8 << 16 | (uint64_t)8 << 32;
 }
 
 // The lower half of a descriptor, to which multiples of 16 bytes can be added; see wgmma_operand_panels. Kept as 32
@@ -88,13 +102,15 @@ static __device__ __forceinline__ void wgmma_forward_scores(float (&s)[F::KEYS /
     }
 }
 
-// o (64, HS) += P v of one block of keys
+// o (64, HS) += P v of one block of keys; weight += row sums of P as it is rounded
 template <typename F>
-static __device__ __forceinline__ void wgmma_forward_output(float (&o)[F::HS / 2], const uint32_t (&p)[F::KEYS / 4],
-                                                            uint32_t v) {
+static __device__ __forceinline__ void wgmma_forward_output(float (&o)[F::HS / 2], float (&weight)[4],
+                                                            const uint32_t (&p)[F::KEYS / 4], uint32_t v,
+                                                            uint64_t ones) {
 #pragma unroll
     for (int c = 0; c < F::KEYS / 16; c++) {
         wgmma_forward_add(o, p + 4 * c, wgmma_forward_operand(v + c * 128));
+        wgmma_forward_add_rows(weight, p + 4 * c, ones);
     }
 }
 
@@ -135,6 +151,9 @@ static __device__ __forceinline__ void wgmma_forward_row_max(float (&largest)[2]
 // 2^8: P is as exact there as below 1. So P may be made without the maximum of its block, which would cost a fifth of
 // all instructions and a wait for the neighbours; FP32 holds what grows by less than 2^100, and what grows by more is
 // made again.
+// The largest P of a row is then no power of two, and is rounded to BF16 like all others. So o is divided by the sum of
+// the P that it was made of, the rounded ones (tensor cores add them up: products with a column of ones): a row that
+// looks at one key has exactly that key's v. lse needs the sum of P as it is.
 typedef struct {
     float reference[2], sum[2]; // of the lane's two rows; the sums are of the lane's own columns
     float shrink[2];            // what o has to be multiplied by after a move
@@ -391,8 +410,9 @@ template <typename F> static __device__ __forceinline__ void wgmma_forward_free(
 
 // One team's warpgroups, each with 64 queries.
 template <typename F>
-static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t shared, uint32_t barriers, const FormsOut& y,
-                                                                  float* lse, int warp, int B, int T, int NH) {
+static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t shared, uint32_t barriers, uint64_t ones,
+                                                                  const FormsOut& y, float* lse, int warp, int B, int T,
+                                                                  int NH) {
     const float scale_log2 = ATTENTION_LOG2E / sqrtf((float)F::HS);
     const int lane = threadIdx.x % 32, group = warp / 4 % F::GROUPS;
     constexpr uint32_t TILE = F::TILE_BYTES / 16; // in the unit of a descriptor
@@ -413,7 +433,7 @@ static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t share
                        own_steps = first < T ? min(steps, (first + 63) / F::KEYS + 1u) : 0;
         const uint32_t q_tile = shared + F::AT_Q + (slot * F::GROUPS + group) * F::TILE_BYTES;
         const uint32_t q = wgmma_forward_low(q_tile, F::PANEL_BYTES);
-        float s[F::KEYS / 2], o[F::HS / 2];
+        float s[F::KEYS / 2], o[F::HS / 2], weight[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         uint32_t p[F::KEYS / 4];
         WgmmaForwardRows rows = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
@@ -440,7 +460,7 @@ static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t share
                 wgmma_fence();
                 wgmma_forward_scores<F>(s, q, k_ring + n % F::STAGES * 2 * TILE);
                 wgmma_commit();
-                wgmma_forward_output<F>(o, p, v_ring + (n - 1) % F::STAGES * 2 * TILE);
+                wgmma_forward_output<F>(o, weight, p, v_ring + (n - 1) % F::STAGES * 2 * TILE, ones);
                 wgmma_commit();
                 wgmma_wait<1>();
                 wgmma_touch(s);
@@ -460,8 +480,11 @@ static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t share
                 if (!ready) { wgmma_forward_wait<F>(barriers, n + 1); }
                 wgmma_wait<0>();
                 wgmma_touch(o);
+                wgmma_touch(weight);
                 if (lane == 0) { wgmma_forward_free<F>(barriers, n - 1); }
                 if (change != WGMMA_ROWS_STAY) {
+                    weight[0] *= rows.shrink[0];
+                    weight[2] *= rows.shrink[1];
 #pragma unroll
                     for (int i = 0; i < F::HS / 2; i++) {
                         o[i] *= rows.shrink[i / 2 % 2];
@@ -471,10 +494,11 @@ static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t share
             }
             // o += P v of the last block
             wgmma_fence();
-            wgmma_forward_output<F>(o, p, v_ring + (end - 1) % F::STAGES * 2 * TILE);
+            wgmma_forward_output<F>(o, weight, p, v_ring + (end - 1) % F::STAGES * 2 * TILE, ones);
             wgmma_commit();
             wgmma_wait<0>();
             wgmma_touch(o);
+            wgmma_touch(weight);
             if (lane == 0) { wgmma_forward_free<F>(barriers, end - 1); }
         }
         // blocks that only the warpgroups below need
@@ -486,11 +510,11 @@ static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t share
         }
         step += steps;
 
-        // out = o / row sum; lse
+        // out = o / weight; lse
         float* head_lse = lse + ((size_t)item.b * NH + item.h) * T;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float sum = attention_quad_sum(rows.sum[r]), inverse = __fdividef(1.0f, sum);
+            const float sum = attention_quad_sum(rows.sum[r]), inverse = __fdividef(1.0f, weight[2 * r]);
             const int row = first_warp + 8 * r + lane / 4;
             if (lane % 4 == 0 && row < T) {
                 head_lse[row] = (rows.reference[r] + wgmma_forward_log2(sum)) * (1.0f / ATTENTION_LOG2E);
@@ -515,8 +539,8 @@ static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t share
 //            diagonal are computed whole: 1 + 64 / T of that
 //   others   B NH T^2 / 2 exponentials, 16 per clock and multiprocessor: at head size 64 as long as the products
 //   bytes    8 B T NH HS + 4 B NH T, and 2 B T NH HS for both FP8 forms
-//   numerics FP32 scores, softmax and accumulators; P rounded to BF16 for P v; row sums of the unrounded P; out rounded
-//            once, FP8 from that. lse is of the scaled scores, natural log
+//   numerics FP32 scores, softmax and accumulators; P rounded to BF16 for P v, which is divided by the row sums of the
+//            rounded P; out rounded once, FP8 from that. lse, of the scaled scores, from the sums of the unrounded P
 //   threads  128 more than those that compute; grid: a block per multiprocessor, or fewer
 //   bits     deterministic
 template <typename F>
@@ -527,6 +551,10 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     const uint32_t all_barriers = shared + F::TEAMS * F::TEAM_BYTES;
     const int warp = attention_warp();
 
+    if (threadIdx.x < F::ONES_BYTES / 4) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared + F::AT_ONES + threadIdx.x * 4), "r"(0x3F803F80) : "memory");
+        wgmma_proxy_fence();
+    }
     if (threadIdx.x < F::TEAMS) {
         const uint32_t barriers = all_barriers + threadIdx.x * F::BARRIER_BYTES;
         for (int i = 0; i < 2; i++) {
@@ -553,8 +581,8 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(F::COMPUTE_REGISTERS));
         const int team = warp / 4 / F::GROUPS;
-        wgmma_forward_compute_loop<F>(shared + team * F::TEAM_BYTES, all_barriers + team * F::BARRIER_BYTES, y, lse,
-                                      warp, B, T, NH);
+        wgmma_forward_compute_loop<F>(shared + team * F::TEAM_BYTES, all_barriers + team * F::BARRIER_BYTES,
+                                      wgmma_forward_ones(shared + F::AT_ONES), y, lse, warp, B, T, NH);
     }
     __syncthreads();
     if (threadIdx.x < F::TEAMS && y.slot != NULL) {
