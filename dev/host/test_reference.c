@@ -615,7 +615,8 @@ static void attention_case(int fp32, int B, int T, int NH, int HS, double spread
     float *lse = poisoned_floats((size_t)B * NH * T), *dqkv = poisoned_floats(3 * n);
     E4m3Tensor wide = {out, NULL, NULL, NULL, test_recipe, 0, 0};
     attention_forward(dev, wide, lse, qkv, B, T, NH, HS);
-    attention_backward(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS);
+    E5m2Tensor wide_gradient = {dqkv, NULL, NULL, NULL, test_recipe, 0, 0};
+    attention_backward(dev, wide_gradient, NULL, dout, out, lse, qkv, B, T, NH, HS);
     double *want = doubles(n), *lse_want = doubles((size_t)B * NH * T), *dqkv_want = doubles(3 * n);
     double* heads = doubles(8 * head_n); // q, k, v, dout, out, dq, dk, dv
     for (int b = 0; b < B; b++) {
@@ -973,7 +974,8 @@ static void test_other_ops_threads(void) {
         matmul_wgrad(dev, dw[i], dy, x, 1, ROWS, C, OC);
         E4m3Tensor attention = {out[i], NULL, NULL, NULL, test_recipe, 0, 0};
         attention_forward(dev, attention, lse[i], qkv, B, T, NH, HS);
-        attention_backward(dev, dqkv[i], x.wide, out[i], lse[i], qkv, B, T, NH, HS);
+        E5m2Tensor attention_gradient = {dqkv[i], NULL, NULL, NULL, test_recipe, 0, 0};
+        attention_backward(dev, attention_gradient, NULL, x.wide, out[i], lse[i], qkv, B, T, NH, HS);
         E5m2Tensor dlogits = {logits[i], NULL, NULL, NULL, test_recipe, 0, 0};
         classifier(dev, dlogits, losses[i], logits[i], targets, 0.01f, 1, ROWS, 41, OC);
         loss_add(dev, &state[i], losses[i], 1.0f / ROWS, ROWS);
