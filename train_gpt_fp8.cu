@@ -541,8 +541,8 @@ static void choose_batch_size(TrainConfig* train, Device* dev, Comm* comm, GptCo
     model_free(&model);
     comm_host_min_max(comm, chosen, &least, &most); // ranks with other GPUs may wish for another
     chosen = (int)least;
-    train->batch_size = candidates[chosen < 0 ? 0 : chosen].B; // none fits: model_create says so, with the numbers
-    if (chosen < 0 || comm_rank(comm) != 0) { return; }
+    train->batch_size = candidates[chosen < 0 ? 0 : chosen].B; // none fits: model_create tries, and has the numbers
+    if (comm_rank(comm) != 0) { return; }
     if (train->dry_run) { micro_batch_print_all(stdout, candidates, n, free_bytes); }
     micro_batch_print(stdout, candidates, n, chosen, free_bytes);
 }

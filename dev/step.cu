@@ -66,6 +66,7 @@ int main(int argc, char** argv) {
     comm_connect(comm, dev);
     set_matmul(dev, &train);
     config_finish(&train, &config, comm_num_ranks(comm), comm_rank(comm));
+    check(train.batch_size != BATCH_AUTO, "bench-step times one micro-batch: want a number for -b");
     DataLoader loader;
     DataOptions data = {train.batch_size, train.seq_len, train.rank, train.num_ranks, config.vocab_size, DATA_IN_ORDER,
                         42};

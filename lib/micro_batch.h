@@ -82,14 +82,19 @@ static inline int micro_batch_choose(const MicroBatch* candidates, int n, size_t
     return -1;
 }
 
-// One line: the choice and why.
+// One line: the choice and why. chosen -1: none fits, the smallest is tried.
 static inline void micro_batch_print(FILE* out, const MicroBatch* candidates, int n, int chosen, size_t free_bytes) {
+    const double GiB = 1.0 / (1 << 30);
+    if (chosen < 0) {
+        fprintf(out, "-b auto: nothing fits into %.2f GiB; trying the smallest, -b %d with %.2f GiB\n",
+                (double)free_bytes * GiB, candidates[0].B, (double)candidates[0].bytes * GiB);
+        return;
+    }
     const MicroBatch* c = &candidates[chosen];
     int largest = chosen;
     for (int i = 0; i < n; i++) {
         if (candidates[i].bytes <= free_bytes && i > largest) { largest = i; }
     }
-    const double GiB = 1.0 / (1 << 30);
     fprintf(out, "-b auto: -b %d, %d micro-steps, %.2f of %.2f GiB; ", c->B, c->micro_steps, (double)c->bytes * GiB,
             (double)free_bytes * GiB);
     if (largest == chosen) {

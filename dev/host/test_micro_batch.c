@@ -92,9 +92,10 @@ static void test_print(void) {
     const struct {
         size_t GiB;
         const char* text;
-    } cases[] = {{3, "-b auto: -b 2, 256 micro-steps, 3.00 of 3.00 GiB; the largest that fits"},
+    } cases[] = {{1, "-b auto: nothing fits into 1.00 GiB; trying the smallest, -b 1 with 2.00 GiB"},
+                 {3, "-b auto: -b 2, 256 micro-steps, 3.00 of 3.00 GiB; the largest that fits"},
                  {900, "would fit, too, and should be only 0."}};
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         char* text = NULL;
         size_t size = 0;
         FILE* f = open_memstream(&text, &size);
