@@ -23,8 +23,7 @@
 //              dk += dS^T q. For dq = dS k a warpgroup takes half of the queries (head size 128: half of the
 //              channels) and needs the other's dS: it goes through shared memory
 //   pipeline   S of the next step and dq of the last one are computed behind dv and dk of this step, so a warpgroup
-//   waits
-//              for nothing that was not started a while ago, and the two may be half a step apart
+//              waits for nothing that was not started a while ago, and the two may be half a step apart
 //   shared     tiles of rows x 128 bytes with TMA's 128-byte swizzle, head size 128 in two panels of 64 channels; two
 //              stages of k, of (q, dout, lse, delta) and of dS, of v at head size 64 two, at 128 one: the next item's
 //              tiles arrive while this one ends
@@ -39,7 +38,6 @@
 #include "gpu.cuh"
 
 constexpr int WGMMA_ROWS = 128;        // keys per block
-constexpr int WGMMA_HS = 64;           // head size at which the backward pass is always ours
 constexpr int WGMMA_PANEL = 64;        // channels in the 128 bytes of a swizzled row
 constexpr int WGMMA_PANEL_BYTES = 128; // of one row
 constexpr int WGMMA_TOGETHER = 256;    // items of the heads that are worked on together, about two per block
@@ -1047,11 +1045,6 @@ static inline CUtensorMap wgmma_panel_map(const bf16* x, int B, int T, int heads
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     check(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled of (%d, %d, %d, %d): error %d", B, T, heads, HS, (int)status);
     return map;
-}
-
-// The same at head size 64, boxes of 128 rows.
-static inline CUtensorMap wgmma_tensor_map(const bf16* x, int B, int T, int heads) {
-    return wgmma_panel_map(x, B, T, heads, WGMMA_HS, WGMMA_ROWS);
 }
 
 template <int HS>

@@ -12,8 +12,7 @@
 //   maximum    is looked for in the first block of a row only; see WgmmaForwardRows
 //   registers  decide the shape: o, S and P of 64 x 64 leave room for 4 warpgroups at head size 64, and for 3 at 128
 //   shared     tiles of 64 rows x 128 bytes with TMA's 128-byte swizzle, at head size 128 two panels; per team a ring
-//   of
-//              k and v, and two of q, so that the next item's tiles arrive while this one ends
+//              of k and v, and two of q, so that the next item's tiles arrive while this one ends
 //   edges      TMA writes zeros beyond T and never crosses into the next row of the batch; queries there are computed
 //              like others (warpgroups with nothing else skip them) and not stored
 #ifndef ATTENTION_BUILTIN_WGMMA_FORWARD_CUH

@@ -142,14 +142,14 @@ typedef struct {
     int index;               // GPU: device ordinal (local rank). CPU: ignored
     int num_threads;         // CPU: OpenMP threads, 0 = all. GPU: ignored
     int fp32;                // CPU: --precision fp32, no BF16 rounding. The GPU floor refuses it
-    AttentionKind attention; // GPU: which attention; AUTO = cuDNN where compiled in and found at run time
+    AttentionKind attention; // GPU: which attention; AUTO: per pass and head size (attention.cuh)
 } DeviceOptions;
 
 // Open the device. A missing or unsuitable GPU is one error line: what was found, what is needed, "make cpu".
 Device* device_create(DeviceOptions options);
 void device_free(Device* dev);
 const char* device_name(const Device* dev);           // "NVIDIA H200", or the CPU's model name
-const char* device_attention_name(const Device* dev); // "builtin" or "cudnn 9.19.0"
+const char* device_attention_name(const Device* dev); // "builtin", "cudnn 9.19.0 and builtin", ...
 void device_memory(const Device* dev, size_t* free_bytes, size_t* total_bytes);
 // Memory is 256-byte aligned; contents are undefined. Failing to get it is an error line with the sizes.
 void* device_malloc(Device* dev, size_t bytes);
@@ -304,7 +304,7 @@ int comm_local_rank(const Comm* comm); // rank among those on this host: picks t
 int comm_num_ranks(const Comm* comm);
 void comm_sum(Comm* comm, Device* dev, float* data, size_t n); // device memory, in place, over all ranks
 void comm_max(Comm* comm, Device* dev, float* data, size_t n);
-void comm_host_min_max(Comm* comm, int64_t value, int64_t* min, int64_t* max); // host values, for checks
+void comm_host_min_max(Comm* comm, int64_t value, int64_t* min, int64_t* max); // host values
 void comm_barrier(Comm* comm);
 
 #endif

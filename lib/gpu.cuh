@@ -49,7 +49,7 @@ struct Device {
     void* workspace; // scratch of the op that is running; see device_set_workspace
     size_t workspace_bytes;
     struct MatmulPlan* matmul_plans; // cache of matmul.cuh, one per shape
-    AttentionKind attention;      // AUTO with a cudnn handle: cuDNN, builtin for shapes it refuses
+    AttentionKind attention;      // see attention_select
     struct CudnnAttention* cudnn; // of attention_cudnn.cpp, NULL when builtin
     char attention_name[64];
     Profile* profile;    // NULL: not profiling

@@ -1,4 +1,5 @@
-// BF16 or FP32 -> FP8 where no fused producer exists: attention's output, its gradient, and the weights.
+// BF16 or FP32 -> FP8 where no fused producer exists: the weights, and what attention has not written in FP8 itself
+// (cuDNN's, other head sizes, a scale that is measured first).
 #ifndef QUANTIZE_CUH
 #define QUANTIZE_CUH
 
