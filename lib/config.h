@@ -238,7 +238,7 @@ static inline const Flag* config_flags(int* count) {
         {"autotune", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(autotune), "on", 0, 0, "off|on", "KIND",
          "on: time the algorithms of every matrix product once and keep the fastest; off: the library's first choice"},
         {"autotune-cache", NULL, FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(autotune_cache), "", 0, 0, NULL, "FILE",
-         "remembers them, so that runs repeat; none: matmul.txt in $XDG_CACHE_HOME or ~/.cache, in train_gpt_fp8/"},
+         "remembers them, so that runs repeat; not given: train_gpt_fp8/matmul.txt in $XDG_CACHE_HOME or ~/.cache"},
         {"param-rounding", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(param_rounding), "stochastic", 0, 0,
          "stochastic|nearest", "KIND", "how BF16 parameters are made from the FP32 master weights; llm.c: stochastic"},
         {"attention", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(attention), "auto", 0, 0, "auto|builtin|cudnn", "KIND",
@@ -420,8 +420,9 @@ static inline int64_t config_parse_integer(const Flag* flag, const char* text, c
     long long value = strtoll(text, &stop, 10);
     check(stop == end && end > text && !isspace((unsigned char)*text) && errno == 0,
           "%s: '%s' is not an integer, want %s from %.0f to %.0f", title, text, flag->value_doc, flag->min, flag->max);
-    check((double)value >= flag->min && (double)value <= flag->max, "%s: %lld is out of range, want %.0f to %.0f",
-          title, value, flag->min, flag->max);
+    check((double)value >= flag->min && (double)value <= flag->max, "%s: %lld is out of range, want %.0f to %.0f%s%s",
+          title, value, flag->min, flag->max, flag->choices != NULL ? " or " : "",
+          flag->choices != NULL ? flag->choices : "");
     return value;
 }
 
@@ -759,8 +760,9 @@ static inline int config_linear_is_fp8(const TrainConfig* train, const GptConfig
     return train->precision == PRECISION_FP8 && !at_an_end && (train->bf16_ops & op) == 0;
 }
 
-// Where the choices of --autotune are remembered: what --autotune-cache says, else train_gpt_fp8/matmul.txt in the user's
-// folder for caches (XDG Base Directory Specification), which is made. Returns `path`; "" when there is no such folder.
+// Where the choices of --autotune are remembered: what --autotune-cache says, else train_gpt_fp8/matmul.txt in the
+// user's folder for caches (XDG Base Directory Specification), which is made. Returns `path`; "" when there is no such
+// folder.
 static inline const char* config_autotune_cache(const TrainConfig* train, char* path, size_t size) {
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
     int length;
