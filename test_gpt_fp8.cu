@@ -113,8 +113,9 @@ enum { CPU_THREADS = 1 };
 // how far a whole model may be off: rounding errors counted through its depth
 //
 // Everything is relative to the size of the tensor that the error is in, in root mean square, so independent errors add
-// in squares. One rounding to m bits of mantissa is off by 2^-m / sqrt(12) of the binade's start; for normally distributed
-// values (tensors here nearly are) of whatever scale, summed over binades [2^k, 2^(k+1)) with their probabilities P_k,
+// in squares. One rounding to m bits of mantissa is off by 2^-m / sqrt(12) of the binade's start; for normally
+// distributed values (tensors here nearly are) of whatever scale, summed over binades [2^k, 2^(k+1)) with their
+// probabilities P_k,
 //     u(m) = 2^-m sqrt(sum P_k 4^k / 12) = 0.213 * 2^-m        BF16 1.7e-3, E4M3 2.7e-2, E5M2 5.3e-2
 // A product over K with independent errors in its terms is off by as much as one term, whatever K: a linear layer with
 // quantised input and weight by sqrt(2) u(3).
@@ -125,7 +126,7 @@ enum { CPU_THREADS = 1 };
 // i.e. what was there, the same passed through the branch, the branch's own roundings, and the store of the sum. own
 // has two linears in a row in FP8, 4 u(3)^2; and in BF16 7 roundings u(7)^2 (LayerNorm, linear, attention or GELU,
 // linear, both weights after the first update, one spare for P inside attention).
-//     forward error in front of sub-block j:  f_j^2 = E_j / S_j;  of the logits: f_2L^2 + 2 u(7)^2; FP8 head: + 2 u(3)^2
+//     forward error in front of sub-block j:  f_j^2 = E_j / S_j;  of the logits: f_2L^2 + 2 u(7)^2, FP8 head + 2 u(3)^2
 //
 // Backward. The gradient stream starts with the logits' error and passes the sub-blocks downwards in the same way; own
 // has two dgrads in FP8, 2 (u(3)^2 + u(2)^2), or 6 roundings in BF16, and twice the forward error of that place
@@ -673,7 +674,11 @@ static void variants_slots_cpu(void) {
                 (strstr(variants[k].flags, "qkv,fcproj") != NULL && (linear == 0 || linear == 3)) ||
                 (strstr(variants[k].flags, "proj,fc ") != NULL) ||
                 (strcmp(variants[k].flags, "--precision fp8 --bf16-ops proj,fc") == 0 && (linear == 1 || linear == 2));
-            SlotPolicy want = is_static ? SLOT_STATIC : wide ? SLOT_UNUSED : is_weight ? SLOT_WEIGHT : current ? SLOT_JUST_IN_TIME : SLOT_DELAYED;
+            SlotPolicy want = is_static   ? SLOT_STATIC
+                              : wide      ? SLOT_UNUSED
+                              : is_weight ? SLOT_WEIGHT
+                              : current   ? SLOT_JUST_IN_TIME
+                                          : SLOT_DELAYED;
             const ScaleSlot* slot = &t.slots[i];
             expect(slot->policy == want, "%s: slot %d has policy %d, want %d", variants[k].flags, i, slot->policy,
                    (int)want);
@@ -776,8 +781,8 @@ static void gpu_three_micro_steps(void) {
     }
 }
 
-// Other accumulation: 14 bits in a sum of 128 to 384 terms are still far more than E4M3's 4. And chosen algorithms: near
-// the CPU floor, the same bits from the file as from the choice, and a file that cannot be written ends nothing.
+// Other accumulation: 14 bits in a sum of 128 to 384 terms are still far more than E4M3's 4. And chosen algorithms:
+// near the CPU floor, the same bits from the file as from the choice, and a file that cannot be written ends nothing.
 static void gpu_matmul_settings(void) {
     if (gpu == NULL) {
         unit_skip(gpu_missing);
@@ -1113,7 +1118,8 @@ static void nan_leaves_no_trace(void) {
 // Looking at a run does not change it: with and without validation, and a forward pass, between all steps; through the
 // warm-up and after it.
 static void validation_changes_nothing_on(const Floor* floor) {
-    const char* flags_of[] = {"--precision fp8 --fp8-lm-head 1", "--precision bf16", "--precision fp8 --recipe current"};
+    const char* flags_of[] = {"--precision fp8 --fp8-lm-head 1", "--precision bf16",
+                              "--precision fp8 --recipe current"};
     for (int i = 0; i < 3; i++) {
         Arena arena = {};
         const SmallModel* s = &small_models[0];

@@ -106,8 +106,8 @@ typedef struct {
     E5m2Tensor dy[NUM_LINEARS];
 } LayerActGrads;
 
-// The LM head, a linear whose weight is the token embedding, and the final LayerNorm in front of it. Both go through the
-// rows in chunks: all but the weight is scratch that the chunks share.
+// The LM head, a linear whose weight is the token embedding, and the final LayerNorm in front of it. Both go through
+// the rows in chunks: all but the weight is scratch that the chunks share.
 typedef struct {
     E4m3Tensor w;       // wte (Vp, C); wide always, the embedding reads it
     E4m3Tensor x;       // output of the final LayerNorm: FP8 (head_rows, C), BF16 a chunk of Scratch.lnf
@@ -656,8 +656,8 @@ static void gpt_forward(Model* model, const int* tokens, int B, int T) {
     }
 }
 
-// The final LayerNorm of rows [row, row + rows): what the LM head reads next. While its slot warms up, each call has its
-// own scale, so in FP8 the products with x come before the next call.
+// The final LayerNorm of rows [row, row + rows): what the LM head reads next. While its slot warms up, each call has
+// its own scale, so in FP8 the products with x come before the next call.
 static E4m3Tensor head_input(Model* model, int row, int rows) {
     int C = model->config.channels, L = model->config.num_layers;
     size_t at = (size_t)row * C;
@@ -671,8 +671,8 @@ static E4m3Tensor head_input(Model* model, int row, int rows) {
 }
 
 // Final LayerNorm, LM head and loss of all rows, a chunk of logits at a time: losses (BT) from what gpt_forward left
-// and targets (BT) on the device. with_gradient: also dwte += (or =, see accumulate) and dln = dlnf, both of dloss * sum
-// of losses.
+// and targets (BT) on the device. with_gradient: also dwte += (or =, see accumulate) and dln = dlnf, both of dloss *
+// sum of losses.
 static void gpt_loss(Model* model, const int* targets, float dloss, int with_gradient, int BT) {
     Device* dev = model->dev;
     Scratch* s = &model->scratch;
@@ -695,7 +695,8 @@ static void gpt_loss(Model* model, const int* targets, float dloss, int with_gra
 // ---------------------------------------------------------------------------------------------------------------------
 // backward
 
-// dln holds dlnf. Adds to every gradient but the LM head's. Inside, "dy" of a linear is written by the op above it.
+// dln holds dlnf. Adds to every gradient but the LM head's; those of the linears it overwrites unless
+// model->accumulate. Inside, "dy" of a linear is written by the op above it.
 static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
     Device* dev = model->dev;
     Scratch* s = &model->scratch;

@@ -366,8 +366,8 @@ int main(int argc, char** argv) {
     printf("%s\n%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %8s | %-4s | relative errors %s\n",
            device_name(dev), "", "B", "H", "T", "D", "fwd us", "TFLOP", "with FP8", "f+b us", "TFLOP", "b to FP8",
            "work MiB", "same", "(lse: absolute)");
-    printf("%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %8s | %-4s | %-7s %-7s %-7s %-7s %-7s\n", "", "", "",
-           "", "", "", "/s", "us", "", "/s", "us", "", "bits", "out", "lse", "dq", "dk", "dv");
+    printf("%-24s %3s %3s %5s %4s | %8s %6s | %8s | %8s %6s | %8s | %8s | %-4s | %-7s %-7s %-7s %-7s %-7s\n", "", "",
+           "", "", "", "", "/s", "us", "", "/s", "us", "", "bits", "out", "lse", "dq", "dk", "dv");
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
         for (int kind = 0; kind < 4; kind++) { // builtin, auto, cuDNN deterministic, cuDNN not
             if (only[0] != 0 && strcmp(only, kind == 0 ? "builtin" : kind == 1 ? "auto" : "cudnn") != 0) { continue; }

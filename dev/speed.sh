@@ -11,7 +11,8 @@
 # FLAGS   more flags for it
 # ONLY    run only the models whose names match this extended regular expression
 # OUT     where the logs go (default build/speed)
-# Memory is what nvidia-smi saw at its highest, everything included. The median is that of the last 6 steps: FP8 steps before the 17th run producers twice, while scales warm up.
+# Memory is what nvidia-smi saw at its highest, everything included. The median is that of the last 6 steps: FP8 steps
+# before the 17th run producers twice, while scales warm up.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 data=${DATA:-build/gpt2_val.bin}
@@ -47,7 +48,8 @@ for shape in "${shapes[@]}"; do
         # shellcheck disable=SC2086
         if "$program" -i "$data" -v 0 -s 0 -x "$steps" -e "$model" --max-seq-len "$T" -b "$B" -t "$T" -d "$tokens" \
             --precision "$precision" ${FLAGS:-} > "$log" 2>&1; then
-            ms=$(grep -oE '[0-9.]+ ms \|' "$log" | tail -6 | sort -n | awk '{ v[NR] = $1 } END { print (v[3] + v[4]) / 2 }')
+            ms=$(grep -oE '[0-9.]+ ms \|' "$log" | tail -6 | sort -n |
+                awk '{ v[NR] = $1 } END { print (v[3] + v[4]) / 2 }')
             peak=$(sort -n "$log.memory" | tail -1)
             printf '%-12s %5s %4s %6s %8s %10.2f %10.0f %9s  %s\n' "$model" "$precision" "$B" "$T" "$tokens" "$ms" \
                 "$(awk -v n="$tokens" -v ms="$ms" 'BEGIN { print n / ms * 1000 }')" "${peak:--}" "$program"

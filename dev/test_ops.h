@@ -881,8 +881,8 @@ static void attention_chain(int B, int T, int NH, int HS, int times) {
 }
 
 // Keys that grow along the sequence: the largest score of a row grows with every block of keys, by what exponentials
-// around an old maximum can still hold (growth 30: some 2^20 per 64 keys) or cannot (1000: 2^600). Forward only: P is one
-// key nearly, and its gradient a difference of equal numbers.
+// around an old maximum can still hold (growth 30: some 2^20 per 64 keys) or cannot (1000: 2^600). Forward only: P is
+// one key nearly, and its gradient a difference of equal numbers.
 static void attention_growth_case(int T, int HS, double growth) {
     Arena arena = {};
     int B = 2, NH = 2;
@@ -1174,8 +1174,9 @@ static void ops_quantize_backward(void) {
     quantize_cases(1);
 }
 
-// Attention's own FP8 forms are what quantize_forward makes of its BF16 output, to the bit: with a scale that is trusted
-// (then a kernel may write them on its way) or measured, wherever tiles of 64 and 128 tokens end, at all head sizes.
+// Attention's own FP8 forms are what quantize_forward makes of its BF16 output, to the bit: with a scale that is
+// trusted (then a kernel may write them on its way) or measured, wherever tiles of 64 and 128 tokens end, at all head
+// sizes.
 static void attention_fp8_case(int B, int T, int NH, int HS) {
     Arena arena = {};
     size_t rows = (size_t)B * T, C = (size_t)NH * HS, n = rows * C, stats = rows * NH;

@@ -10,15 +10,16 @@
 // FP8 on Hopper exists as A^T B only (TN: both operands with k contiguous), which is why E4m3Tensor and E5m2Tensor have
 // a transposed form. A is always E4M3; B is E4M3 forward and E5M2 backward.
 //
-// Numerics: FP32 accumulation, one rounding to BF16 at the store (forward, dgrad); wgrad adds into FP32. In FP8 the roles
+// Numerics: FP32 accumulation, one rounding to BF16 at the store (forward, dgrad), FP32 from wgrad. In FP8 the roles
 // of matmul_set_fast_accum (forward) use the tensor cores' fast accumulation; the others add into full FP32 registers
 // every few steps of k.
 // Split-k algorithms are allowed only with FP32 partial sums in the workspace, added in fixed order: the same bits on
 // every run.
 //
 // The plan of a shape (descriptors, layouts, algorithm) is made at its first product and kept. The algorithm is
-// cuBLASLt's first suggestion, or with matmul_set_autotune the fastest of its suggestions, remembered in a file: a run that
-// is continued, on a chip and library of the same name, then multiplies by the same algorithms and gives the same bits.
+// cuBLASLt's first suggestion, or with matmul_set_autotune the fastest of its suggestions, remembered in a file: a run
+// that is continued, on a chip and library of the same name, then multiplies by the same algorithms and gives the same
+// bits.
 #ifndef MATMUL_CUH
 #define MATMUL_CUH
 

@@ -100,8 +100,8 @@ static inline int matmul_cache_parse_entry(MatmulCacheEntry* entry, const char* 
     return strcmp(again, line) == 0;
 }
 
-// Read the file into an empty cache. A missing file is an empty cache; one that is corrupt or cannot be read, too, after
-// one warning line.
+// Read the file into an empty cache. A missing file is an empty cache; one that is corrupt or cannot be read, too,
+// after one warning line.
 static inline void matmul_cache_load(MatmulCache* cache, const char* path) {
     matmul_cache_clear(cache);
     FILE* f = fopen(path, "r");
@@ -140,8 +140,8 @@ static inline void matmul_cache_load(MatmulCache* cache, const char* path) {
     }
 }
 
-// Write the file: to a temporary name first, so that a reader never sees half of it. Returns 0, with errno, if it cannot
-// be written (no such folder, a full disk): what was there is there still.
+// Write the file: to a temporary name first, so that a reader never sees half of it. Returns 0, with errno, if it
+// cannot be written (no such folder, a full disk): what was there is there still.
 static inline int matmul_cache_save(const MatmulCache* cache, const char* path) {
     char temporary[1024], line[512];
     int length = snprintf(temporary, sizeof(temporary), "%s.tmp", path);

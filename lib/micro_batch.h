@@ -6,8 +6,8 @@
 //     seconds      of a step: FLOPs over peak plus bytes over bandwidth of all ops, divided by what training reaches
 //                  of that, and for every op of every micro-step the time in which it does not fill the chip. What does
 //                  not shrink with B (weights read, weight gradients read and written, launches) makes small B slow
-//     choice       of those that fit, the smallest B that is within 1% of the fastest: no memory for nothing, and no other
-//                  choice because something else takes a little memory
+//     choice       of those that fit, the smallest B that is within 1% of the fastest: no memory for nothing, and no
+//                  other choice because something else takes a little memory
 //
 // The same command on the same machine chooses the same B, because nothing is timed (the chip must not be a measured
 // one). The caller plans the memory (MicroBatch.bytes).

@@ -54,7 +54,8 @@ static inline void cost_layernorm_backward(Device* dev, E5m2Tensor dx, const bf1
     cost_mark(dev, "layernorm backward", each * rows * C + 8.0 * rows, 0.0, 0);
 }
 
-// role: "forward", "dgrad" or "wgrad". The operands have 1 or sizeof(bf16) bytes, wgrad's product 4, the others' are bf16
+// role: "forward", "dgrad" or "wgrad". The operands have 1 or sizeof(bf16) bytes, wgrad's product 4, the others' are
+// bf16
 static inline void cost_matmul(Device* dev, const char* role, int fp8, double bytes_out, int rows, int C, int OC) {
     const Profile* profile = device_profile(dev);
     if (profile == NULL) { return; }

@@ -7,8 +7,8 @@
 //     ... each step: device_profile_begin(dev, &profile); the step; device_profile_end(dev); profile.wall_s += ...
 //     profile_print(stdout, &profile);
 //
-// The ops declare their bytes and FLOPs in op_cost.h; a floor's device_profile_mark measures the time from one op's mark
-// to the next. What of a step's time belongs to no op is its gaps.
+// The ops declare their bytes and FLOPs in op_cost.h; a floor's device_profile_mark measures the time from one op's
+// mark to the next. What of a step's time belongs to no op is its gaps.
 #ifndef PROFILE_H
 #define PROFILE_H
 

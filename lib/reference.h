@@ -1015,8 +1015,8 @@ void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int
 // ---------------------------------------------------------------------------------------------------------------------
 // classifier
 
-// One row: returns -log softmax(logits)[target], and, unless gradient is NULL, writes gradient (Vp) = (softmax - onehot) *
-// dloss, not rounded. gradient may be logits.
+// One row: returns -log softmax(logits)[target], and, unless gradient is NULL, writes gradient (Vp) =
+// (softmax - onehot) * dloss, not rounded. gradient may be logits.
 static inline float classifier_row(float* gradient, const float* logits, int target, float dloss, int V, int Vp) {
     float largest = logits[0];
 #pragma omp simd reduction(max : largest)
@@ -1074,7 +1074,8 @@ void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, co
         produce(dev, row_output_e5m2(dlogits), producer_of("classifier", classifier_fp8_row, &op), rows, Vp);
         return;
     }
-    check(!with_gradient || dlogits.wide == logits, "classifier: dlogits in BF16 replace the logits, found another place");
+    check(!with_gradient || dlogits.wide == logits,
+          "classifier: dlogits in BF16 replace the logits, found another place");
 #pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-3 * rows * Vp))
     for (int row = 0; row < rows; row++) {
         float* line = logits + (size_t)row * Vp;

@@ -163,7 +163,8 @@ if command -v mpirun >/dev/null; then
     fi
     mpi "$program" -i "$work/train.bin" -o "$work/auto_ranks" "${shape[@]}" -b auto -d 1024 -x 2 -v 0 -s 0 --threads 1 \
         >"$work/auto_ranks.out" 2>&1 || true
-    check "-b auto on two ranks: one choice, said once" "$(grep '^-b auto' "$work/auto_ranks.out"; tail -n 2 "$work/auto_ranks.out")" \
+    check "-b auto on two ranks: one choice, said once" \
+        "$(grep '^-b auto' "$work/auto_ranks.out"; tail -n 2 "$work/auto_ranks.out")" \
         test "$(grep -c '^-b auto: -b 8,' "$work/auto_ranks.out") $(losses auto_ranks step | wc -l)" = "1 2"
 else
     echo "skipped  two ranks: no mpirun"
@@ -186,8 +187,9 @@ fi
 # ----------------------------------------------------------------------------------------------------------------------
 # profile
 
-# The numbers of table and log, of two profiled steps (18 and 19, when scales are warm) of two micro-steps: percentages with the gaps make 100, every
-# op is called as often as the model says, FLOPs are those of the model (its products by hand, as in test_roofline.c).
+# The numbers of table and log, of two profiled steps (18 and 19, when scales are warm) of two micro-steps: percentages
+# with the gaps make 100, every op is called as often as the model says, FLOPs are those of the model (its products by
+# hand, as in test_roofline.c).
 check_profile() {
     python3 - "$work/profile/metrics.jsonl" "$work/profile.out" <<'PYTHON'
 import json, re, sys

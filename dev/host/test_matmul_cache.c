@@ -116,7 +116,8 @@ static void test_damage(void) {
 static void test_unwritable_place(void) {
     MatmulCache cache = {NULL, 0};
     errno = 0;
-    expect(matmul_cache_save(&cache, "no_such_folder/algorithms.txt") == 0 && errno == ENOENT, "saved; errno %d", errno);
+    expect(matmul_cache_save(&cache, "no_such_folder/algorithms.txt") == 0 && errno == ENOENT, "saved; errno %d",
+           errno);
     errno = 0;
     expect(matmul_cache_lock("no_such_folder/algorithms.txt") == -1 && errno == ENOENT, "locked; errno %d", errno);
     expect(matmul_cache_save(&cache, "/dev/full/algorithms.txt") == 0, "saved below a file");

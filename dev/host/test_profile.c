@@ -86,8 +86,8 @@ static void test_output(void) {
         fclose(f);
         const char* want =
             json ? "{\"steps\": 2, \"ms\": 10000, \"host_wait_ms\": 2500, \"gaps_ms\": 2000, \"gaps_percent\": 20, "
-                   "\"ops\": [{\"op\": \"b\", \"calls\": 0.5, \"ms\": 6000, \"percent\": 60, \"gb_per_s\": 8.33333e-09, "
-                   "\"tflops\": 1e-09, \"roofline_percent\": 50}, "
+                   "\"ops\": [{\"op\": \"b\", \"calls\": 0.5, \"ms\": 6000, \"percent\": 60, "
+                   "\"gb_per_s\": 8.33333e-09, \"tflops\": 1e-09, \"roofline_percent\": 50}, "
                    "{\"op\": \"a\", \"calls\": 1, \"ms\": 2000, \"percent\": 20, \"gb_per_s\": 2.5e-08, "
                    "\"tflops\": 1.25e-10, \"roofline_percent\": 37.5}, "
                    "{\"op\": \"c\", \"calls\": 0.5, \"ms\": 0, \"percent\": 0, \"gb_per_s\": 0, "
