@@ -766,6 +766,7 @@ static TokenIndex upload_batch(Model* model, const Batch* host) {
 // NOTE: the loader is then one batch ahead of what has been trained on.
 static void stage_ahead(Model* model, DataLoader* loader) {
     if (model->is_staged) { return; }
+    cost_nobody(model->dev);
     if (model->train->overfit_single_batch) { dataloader_rewind(loader); }
     stage_batch(model, &model->staged[model->next_staged], loader);
     model->is_staged = 1;
