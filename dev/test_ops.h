@@ -764,6 +764,20 @@ static double third_distance(const float* got, const double* truth, size_t rows,
     return norm > 0.0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
+// attention_backward to the BF16 form of dqkv, argument "wide".
+static OpCall attention_backward_call(Arena* arena, float* dout, float* out, float* lse, float* qkv, int B, int T,
+                                      int NH, int HS) {
+    size_t rows = (size_t)B * T, C = (size_t)NH * HS;
+    OpCall call = op_call(OP_ATTENTION_BACKWARD);
+    call.B = B, call.T = T, call.NH = NH, call.HS = HS;
+    arg_add(&call, "wide", ARG_BF16, ARG_OUT, arena_floats(arena, rows * 3 * C), rows * 3 * C);
+    arg_add(&call, "dout", ARG_BF16, ARG_IN, dout, rows * C);
+    arg_add(&call, "out", ARG_BF16, ARG_IN, out, rows * C);
+    arg_add(&call, "lse", ARG_F32, ARG_IN, lse, (size_t)B * NH * T);
+    arg_add(&call, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
+    return call;
+}
+
 static void attention_case(int B, int T, int NH, int HS, double deviation) {
     Arena arena = {};
     size_t rows = (size_t)B * T, C = (size_t)NH * HS, stats = rows * NH;
@@ -790,13 +804,7 @@ static void attention_case(int B, int T, int NH, int HS, double deviation) {
     float* dout = random_bf16(&arena, rows * C, 0, 1e-3, 2);
     double* dqkv_truth = arena_doubles(&arena, rows * 3 * C);
     attention_backward_truth(dqkv_truth, dout, out, lse, qkv, B, T, NH, HS);
-    OpCall backward = op_call(OP_ATTENTION_BACKWARD);
-    backward.B = B, backward.T = T, backward.NH = NH, backward.HS = HS;
-    arg_add(&backward, "wide", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * 3 * C), rows * 3 * C);
-    arg_add(&backward, "dout", ARG_BF16, ARG_IN, dout, rows * C);
-    arg_add(&backward, "out", ARG_BF16, ARG_IN, out, rows * C);
-    arg_add(&backward, "lse", ARG_F32, ARG_IN, lse, stats);
-    arg_add(&backward, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
+    OpCall backward = attention_backward_call(&arena, dout, out, lse, qkv, B, T, NH, HS);
     Rule backward_rules[] = {rule_ignore("wide")};
     OpOutcome b = run_case(&arena, what, &backward, backward_rules, 1);
 
@@ -854,13 +862,7 @@ static void attention_chain(int B, int T, int NH, int HS, int times) {
     expect_no_poison(what, &forward);
 
     float *out = arg_floats(&forward, "wide"), *lse = arg_floats(&forward, "lse");
-    OpCall call = op_call(OP_ATTENTION_BACKWARD);
-    call.B = B, call.T = T, call.NH = NH, call.HS = HS;
-    arg_add(&call, "wide", ARG_BF16, ARG_OUT, arena_floats(&arena, rows * 3 * C), rows * 3 * C);
-    arg_add(&call, "dout", ARG_BF16, ARG_IN, dout, rows * C);
-    arg_add(&call, "out", ARG_BF16, ARG_IN, out, rows * C);
-    arg_add(&call, "lse", ARG_F32, ARG_IN, lse, stats);
-    arg_add(&call, "qkv", ARG_BF16, ARG_IN, qkv, rows * 3 * C);
+    OpCall call = attention_backward_call(&arena, dout, out, lse, qkv, B, T, NH, HS);
     OpCall first = op_call_copy(&arena, &call), again = op_call_copy(&arena, &call);
     for (int i = 0; i < times; i++) {
         OpCall* backward = i == 0 ? &first : &again;

@@ -139,11 +139,6 @@ static __device__ __forceinline__ void wgmma_load_panel(uint32_t to, const CUten
                  "l"(map), "r"(channel), "r"(head), "r"(t), "r"(b), "r"(barrier)
                  : "memory");
 }
-// The same where a row is one panel.
-static __device__ __forceinline__ void wgmma_load_tile(uint32_t to, const CUtensorMap* map, int head, int t, int b,
-                                                       uint32_t barrier) {
-    wgmma_load_panel(to, map, 0, head, t, b, barrier);
-}
 static __device__ __forceinline__ void wgmma_load_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)

@@ -238,6 +238,18 @@ __device__ static inline void layernorm_store_tile(uint8_t* transposed, const ui
     }
 }
 
+// A step's patch into the tile; after the tile's last step, the tile into the transposed form. The whole block calls;
+// the next patches come after a barrier.
+__device__ static inline void layernorm_put_patch(uint8_t* transposed, uint32_t* tile, LayerNormShape shape,
+                                                  LayerNormPlace place, const Fp8Patch* patch, int word, int step,
+                                                  int first_row, int rows) {
+    if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, patch); }
+    if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) {
+        __syncthreads();
+        layernorm_store_tile(transposed, tile, shape, place, first_row, rows);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // CUDA kernels
 
@@ -376,11 +388,7 @@ __global__ void __maxnreg__(96)
             }
         }
         if (FP8 && y.transposed != NULL) {
-            if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
-            if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
-                __syncthreads();
-                layernorm_store_tile(y.transposed, tile, shape, place, first_row, rows);
-            }
+            layernorm_put_patch(y.transposed, tile, shape, place, &patch, word, step, first_row, rows);
         }
     }
     if (y.amax != NULL) { raise_amax(y.amax, amax); }
@@ -525,11 +533,7 @@ __global__ void __maxnreg__(128)
             emit_row<e5m2, FP8 ? FORMS_FP8 : FORMS_WIDE>(dx, &patch, r, v, scale, at, r < count, &amax);
         }
         if (FP8 && dx.transposed != NULL) {
-            if (place.active) { patch_to_tile(tile, shape.log2_words, place.group * PATCH_COLS, word, &patch); }
-            if (((step + 1) & ((1 << shape.log2_steps) - 1)) == 0) { // the next patches come after a barrier
-                __syncthreads();
-                layernorm_store_tile(dx.transposed, tile, shape, place, first_row, rows);
-            }
+            layernorm_put_patch(dx.transposed, tile, shape, place, &patch, word, step, first_row, rows);
         }
     }
 

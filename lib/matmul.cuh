@@ -292,9 +292,11 @@ static inline int matmul_use_remembered(Device* dev, MatmulShapePlan* plan, cons
 
 // The file cannot be written: say so once, and go on without it.
 static inline void matmul_forget_path(MatmulPlans* plans) {
-    fprintf(stderr, "warning: cannot write '%s' (%s): the algorithms of matrix products are timed anew in every run, and "
-            "a run that is continued may differ in its last bits (--autotune-cache FILE)\n", plans->autotune_path,
-            strerror(errno));
+    const char* path = plans->autotune_path;
+    const char* why = path[0] != 0 ? strerror(errno) : "neither XDG_CACHE_HOME nor HOME is set";
+    fprintf(stderr,
+            "warning: cannot write '%s' (%s): the algorithms of matrix products are timed anew in every run, and a run "
+            "that is continued may differ in its last bits (--autotune-cache FILE)\n", path, why);
     free(plans->autotune_path);
     plans->autotune_path = NULL;
 }
