@@ -46,11 +46,8 @@ static inline void attention_check_shape(const char* who, int B, int T, int NH, 
           "%s: B, T, NH, HS = %d, %d, %d, %d, want HS a multiple of 16 and at most 128", who, B, T, NH, HS);
 }
 
-// Is a pass ours although cuDNN does the shape? Where ours was measured to be faster: dev/README.md.
-static inline int attention_forward_is_ours(const Device* dev, int HS) {
-    return dev->attention == ATTENTION_AUTO && (HS == 64 || HS == 128);
-}
-static inline int attention_backward_is_ours(const Device* dev, int HS) {
+// Are both passes ours although cuDNN does the shape? Where ours were measured to be faster: dev/README.md.
+static inline int attention_is_ours(const Device* dev, int HS) {
     return dev->attention == ATTENTION_AUTO && wgmma_does(HS);
 }
 
@@ -60,8 +57,7 @@ static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS
     if (dev->cudnn == NULL) { return 0; }
     char reason[512] = "";
     CudnnAttentionShape shape = {B, T, NH, HS};
-    int with_backward = !attention_backward_is_ours(dev, HS);
-    if (cudnn_attention_plan(dev->cudnn, shape, with_backward, workspace_bytes, reason, sizeof(reason))) { return 1; }
+    if (cudnn_attention_plan(dev->cudnn, shape, 1, workspace_bytes, reason, sizeof(reason))) { return 1; }
     check(dev->attention == ATTENTION_AUTO, "--attention cudnn: B, T, NH, HS = %d, %d, %d, %d: %s", B, T, NH, HS,
           reason);
     if (strstr(dev->attention_name, "builtin for") == NULL) {
@@ -77,9 +73,8 @@ size_t attention_workspace_bytes(Device* dev, int B, int T, int NH, int HS) {
     size_t bytes = 0, quantize = reduction_workspace_bytes(dev, 3 * NH * HS);
     attention_check_shape("attention_workspace_bytes", B, T, NH, HS);
     size_t ours = builtin_attention_workspace_bytes(B, T, NH, HS);
-    int needs_cudnn = !attention_forward_is_ours(dev, HS) || !attention_backward_is_ours(dev, HS);
-    int cudnn = needs_cudnn && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
-    if ((!cudnn || attention_backward_is_ours(dev, HS)) && ours > bytes) { bytes = ours; }
+    int cudnn = !attention_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
+    if (!cudnn && ours > bytes) { bytes = ours; }
     return quantize > bytes ? quantize : bytes;
 }
 
@@ -94,7 +89,7 @@ static inline void attention_check_workspace(Device* dev, const char* who, size_
 void attention_forward(Device* dev, E4m3Tensor out, float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
     size_t bytes = 0;
     attention_check_shape("attention_forward", B, T, NH, HS);
-    const int cudnn = !attention_forward_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
+    const int cudnn = !attention_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
     const int writes_fp8 = !cudnn && !out.measure_first && builtin_attention_writes_fp8(T, HS);
     E4m3Tensor written = out; // by the attention kernel
     if (!writes_fp8) { written.data = written.transposed = NULL; }
@@ -126,7 +121,7 @@ void attention_backward(Device* dev, E5m2Tensor dqkv, float* dbias, const bf16* 
     attention_check_shape("attention_backward", B, T, NH, HS);
     check_forms("attention_backward", forms, dqkv.slot, fp8, rows, cols);
     check(dqkv.wide != NULL, "attention_backward: no BF16 form of dqkv, want it at least as scratch");
-    int cudnn = !attention_backward_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
+    int cudnn = !attention_is_ours(dev, HS) && attention_uses_cudnn(dev, B, T, NH, HS, &bytes);
     if (!cudnn && builtin_attention_backward_emits(T, HS, fp8) && !(fp8 && dqkv.measure_first)) {
         cost_attention_backward(dev, dqkv, B, T, NH, HS);
         if (fp8) { forms.wide = NULL; }
