@@ -51,6 +51,7 @@ __device__ static inline float amax4(float amax, float4 w) {
 //   bits     deterministic
 __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw_update_kernel(ParamState p, AdamW adamw, float correction1, float correction2, const StepState* state) {
+    kernel_begin();
     if (state->skip) { return; }
     float norm = state->grad_norm;
     AdamWStep step = {adamw.lr,           adamw.beta1, adamw.beta2, adamw.eps,
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(ADAMW_THREADS)
 
 // param and slot amax from the master weights; see adamw_update_kernel.   4 read + 2 written per weight
 __global__ void __launch_bounds__(ADAMW_THREADS) params_from_master_kernel(ParamState p) {
+    kernel_begin();
     size_t layer = blockIdx.y * (p.n / 4), stride = (size_t)gridDim.x * blockDim.x;
     float amax = 0.0f;
     for (size_t k = blockIdx.x * (size_t)blockDim.x + threadIdx.x; k < p.n / 4; k += stride) {
@@ -107,14 +109,12 @@ void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state
     // in FP64 on the host: 1 - beta^t loses its digits in FP32 when t is small
     float correction1 = (float)(1.0 - pow((double)adamw.beta1, adamw.t));
     float correction2 = (float)(1.0 - pow((double)adamw.beta2, adamw.t));
-    adamw_update_kernel<<<grid, ADAMW_THREADS, 0, dev->stream>>>(p, adamw, correction1, correction2, state);
-    cuda_check(cudaGetLastError());
+    launch(dev, adamw_update_kernel, grid, ADAMW_THREADS, 0, p, adamw, correction1, correction2, state);
 }
 
 void params_from_master(Device* dev, ParamState p) {
     dim3 grid = adamw_grid("params_from_master", p);
-    params_from_master_kernel<<<grid, ADAMW_THREADS, 0, dev->stream>>>(p);
-    cuda_check(cudaGetLastError());
+    launch(dev, params_from_master_kernel, grid, ADAMW_THREADS, 0, p);
 }
 
 #endif

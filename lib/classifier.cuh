@@ -141,6 +141,7 @@ __device__ static inline void classifier_stage(const Classifier& a, uint4* slots
 //   threads  as many blocks as run at once, or one per row. Vp a multiple of 8, V anything
 //   bits     deterministic
 template <int FP8> __global__ void __launch_bounds__(CLASSIFIER_THREADS, 2) classifier_kernel(Classifier a) {
+    kernel_begin();
     extern __shared__ uint4 slots[];
     __shared__ Softmax parts[2][CLASSIFIER_THREADS / 32]; // of even and odd rows: one barrier per row is enough
     const int num_vectors = a.Vp / BF16_OF_VECTOR, warps = (int)blockDim.x / 32, lane = threadIdx.x % 32;
@@ -210,6 +211,7 @@ template <int FP8> __global__ void __launch_bounds__(CLASSIFIER_THREADS, 2) clas
 //   threads  256, two patches of 4 x 8 side by side each, tiles of 128 x 128: whole lines on both sides
 __global__ void __launch_bounds__(TRANSPOSE_THREADS)
     transpose_codes_kernel(uint8_t* transposed, const uint8_t* data, int rows, int cols) {
+    kernel_begin();
     __shared__ uint4 tile[TRANSPOSE_SIZE * TRANSPOSE_SIZE / sizeof(uint4)];
     int first_row = blockIdx.y * TRANSPOSE_SIZE, first_column = blockIdx.x * TRANSPOSE_SIZE;
     int column = threadIdx.x % 8 * 16, word = threadIdx.x / 8, row = first_row + word * PATCH_ROWS;
@@ -265,8 +267,15 @@ static inline void classifier_launch(Device* dev, const void* kernel, Classifier
     check(blocks > 0, "classifier: %zu bytes of shared memory per block do not fit", shared_bytes);
     blocks = blocks < args.rows ? blocks : args.rows;
     void* parameters[] = {&args};
-    cuda_check(cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), parameters, shared_bytes,
-                                dev->stream));
+    cudaLaunchAttribute attribute = launch_attribute(dev);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = dev->stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    cuda_check(cudaLaunchKernelExC(&config, kernel, parameters));
 }
 
 void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, const int* targets, float dloss,
@@ -301,9 +310,8 @@ void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, co
     size_t row_tiles = ceil_div((size_t)rows, TRANSPOSE_SIZE);
     check(row_tiles <= 65535, "classifier: %d rows, want at most %d", rows, 65535 * TRANSPOSE_SIZE);
     dim3 grid((unsigned)ceil_div((size_t)Vp, TRANSPOSE_SIZE), (unsigned)row_tiles);
-    transpose_codes_kernel<<<grid, TRANSPOSE_THREADS, 0, dev->stream>>>((uint8_t*)dlogits.transposed, args.data, rows,
+    launch(dev, transpose_codes_kernel, grid, TRANSPOSE_THREADS, 0, (uint8_t*)dlogits.transposed, args.data, rows,
                                                                         Vp);
-    cuda_check(cudaGetLastError());
 }
 
 #endif

@@ -12,6 +12,7 @@
 //   threads  256; C a multiple of 8; tokens in [0, V) are the loader's promise
 __global__ void __launch_bounds__(256) embedding_forward_kernel(bf16* out, const int* tokens, const bf16* wte,
                                                                 const bf16* wpe, size_t num_vectors, int T, int C) {
+    kernel_begin();
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= num_vectors) { return; }
     int vectors_per_row = C / BF16_OF_VECTOR;
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(256) embedding_forward_kernel(bf16* out, const
 //   bytes    2 read per element of dout: 101 MB at 64,1024,768, 23 us at 4.3 TB/s
 __global__ void __launch_bounds__(128)
     embedding_backward_position_kernel(float* dwpe, const bf16* dout, int B, size_t num_vectors) {
+    kernel_begin();
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= num_vectors) { return; }
     float sum[8] = {};
@@ -91,6 +93,7 @@ __device__ static inline void embedding_add4(float* to, float4 sum) {
 //   bits     deterministic: rows ascending inside a bucket, pieces of a bucket in order
 __global__ void __launch_bounds__(64) embedding_backward_kernel(float* dwte, EmbeddingSegments segments,
                                                                 const bf16* dout, TokenIndex index, int BT, int C) {
+    kernel_begin();
     int c = (blockIdx.x * 64 + threadIdx.x) * EMBEDDING_COLS;
     if (c >= C) { return; }
     int begin = blockIdx.y * segments.length, end = min(BT, begin + segments.length);
@@ -133,6 +136,7 @@ __global__ void __launch_bounds__(64) embedding_backward_kernel(float* dwte, Emb
 //   threads  grid (C / 4 / 64, segments), block 64
 __global__ void __launch_bounds__(64)
     embedding_backward_join_kernel(float* dwte, EmbeddingSegments segments, TokenIndex index, int BT, int C) {
+    kernel_begin();
     int c = (blockIdx.x * 64 + threadIdx.x) * EMBEDDING_COLS, segment = blockIdx.y;
     if (c >= C) { return; }
     int begin = segment * segments.length, end = min(BT, begin + segments.length);
@@ -159,9 +163,8 @@ void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wt
           "embedding_forward: (B, T, C) = (%d, %d, %d), want all positive and C a multiple of %d", B, T, C,
           BF16_OF_VECTOR);
     size_t num_vectors = (size_t)B * T * C / BF16_OF_VECTOR;
-    embedding_forward_kernel<<<(unsigned)ceil_div(num_vectors, 256), 256, 0, dev->stream>>>(out, tokens, wte, wpe,
+    launch(dev, embedding_forward_kernel, (unsigned)ceil_div(num_vectors, 256), 256, 0, out, tokens, wte, wpe,
                                                                                             num_vectors, T, C);
-    cuda_check(cudaGetLastError());
 }
 
 void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B, int T,
@@ -172,9 +175,8 @@ void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout,
           BF16_OF_VECTOR);
     check(index.num_buckets > 0, "embedding_backward: empty token index");
     size_t num_vectors = (size_t)T * C / BF16_OF_VECTOR;
-    embedding_backward_position_kernel<<<(unsigned)ceil_div(num_vectors, 128), 128, 0, dev->stream>>>(dwpe, dout, B,
+    launch(dev, embedding_backward_position_kernel, (unsigned)ceil_div(num_vectors, 128), 128, 0, dwpe, dout, B,
                                                                                                       num_vectors);
-    cuda_check(cudaGetLastError());
 
     int BT = B * T;
     int length = (int)ceil_div((size_t)BT, EMBEDDING_SEGMENTS);
@@ -183,10 +185,8 @@ void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout,
     float* head = workspace_floats(dev, "embedding_backward", 2 * (size_t)num_segments * C);
     EmbeddingSegments segments = {head, head + (size_t)num_segments * C, length};
     dim3 grid((unsigned)ceil_div((size_t)C, 64 * EMBEDDING_COLS), (unsigned)num_segments);
-    embedding_backward_kernel<<<grid, 64, 0, dev->stream>>>(dwte, segments, dout, index, BT, C);
-    cuda_check(cudaGetLastError());
-    embedding_backward_join_kernel<<<grid, 64, 0, dev->stream>>>(dwte, segments, index, BT, C);
-    cuda_check(cudaGetLastError());
+    launch(dev, embedding_backward_kernel, grid, 64, 0, dwte, segments, dout, index, BT, C);
+    launch(dev, embedding_backward_join_kernel, grid, 64, 0, dwte, segments, index, BT, C);
 }
 
 #endif

@@ -28,6 +28,7 @@ __device__ static inline float gelu_sigmoid(float u, float* slope) {
 template <int FORMS>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     gelu_forward_kernel(FormsOut y, const bf16* x, const bf16* bias, int rows, int C) {
+    kernel_begin();
     __shared__ uint4 tile[ELEMENT_COLS * ELEMENT_ROWS / sizeof(uint4)];
     ElementPlace place = element_place();
     float scale = FORMS == FORMS_BOTH || y.slot != NULL ? y.slot->scale : 1.0f, amax = 0.0f, b[8] = {};
@@ -73,6 +74,7 @@ template <int FORMS>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     gelu_backward_kernel(FormsOut dx, float* partials, const bf16* dy, const bf16* x, const bf16* bias, int rows,
                          int C) {
+    kernel_begin();
     __shared__ uint4 tile[ELEMENT_COLS * ELEMENT_ROWS / sizeof(uint4)];
     ElementPlace place = element_place();
     float scale = FORMS == FORMS_BOTH || dx.slot != NULL ? dx.slot->scale : 1.0f;
@@ -126,15 +128,13 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 
 static inline void gelu_forward_launch(Device* dev, FormsOut y, const bf16* x, const bf16* bias, int rows, int C) {
     auto kernel = forms_are_both(y) ? gelu_forward_kernel<FORMS_BOTH> : gelu_forward_kernel<FORMS_ANY>;
-    kernel<<<element_grid(rows, C, 0), ELEMENT_THREADS, 0, dev->stream>>>(y, x, bias, rows, C);
-    cuda_check(cudaGetLastError());
+    launch(dev, kernel, element_grid(rows, C, 0), ELEMENT_THREADS, 0, y, x, bias, rows, C);
 }
 
 static inline void gelu_backward_launch(Device* dev, FormsOut dx, float* partials, const bf16* dy, const bf16* x,
                                         const bf16* bias, int rows, int C) {
     auto kernel = forms_are_both(dx) ? gelu_backward_kernel<FORMS_BOTH> : gelu_backward_kernel<FORMS_ANY>;
-    kernel<<<element_grid(rows, C, 1), ELEMENT_THREADS, 0, dev->stream>>>(dx, partials, dy, x, bias, rows, C);
-    cuda_check(cudaGetLastError());
+    launch(dev, kernel, element_grid(rows, C, 1), ELEMENT_THREADS, 0, dx, partials, dy, x, bias, rows, C);
 }
 
 void gelu_forward(Device* dev, E4m3Tensor y, const bf16* x, const bf16* bias, int rows, int C) {

@@ -30,6 +30,7 @@ __device__ static inline double block_sum(double x) {
 
 // state->loss += factor * sum of losses (n) FP32.   one block: 256 KB at n = 65536; FP64 sum, fixed order
 __global__ void __launch_bounds__(1024) loss_add_kernel(StepState* state, const float* losses, float factor, size_t n) {
+    kernel_begin();
     double sum = 0.0;
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
         sum += losses[i];
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(1024) loss_add_kernel(StepState* state, const 
 //   numerics FP32 squares, 16 FP32 sums per thread and pass, FP64 above; a square beyond 3.4e38 is Inf: the step is
 //            skipped. grads aligned to 16 bytes, n anything
 __global__ void __launch_bounds__(NORM_THREADS) global_norm_kernel(double* partials, const float* grads, size_t n) {
+    kernel_begin();
     const size_t stride = (size_t)NORM_BLOCKS * NORM_THREADS;
     size_t num_vectors = n / 4, first = blockIdx.x * (size_t)NORM_THREADS + threadIdx.x;
     const float4* vectors = (const float4*)grads;
@@ -70,6 +72,7 @@ __global__ void __launch_bounds__(NORM_THREADS) global_norm_kernel(double* parti
 
 // grad_norm = sqrt(sum of partials); skip = loss or norm not finite.   one block of NORM_BLOCKS threads
 __global__ void __launch_bounds__(NORM_BLOCKS) global_norm_finish_kernel(StepState* state, const double* partials) {
+    kernel_begin();
     double sum = block_sum(partials[threadIdx.x]);
     if (threadIdx.x == 0) {
         float norm = (float)sqrt(sum);
@@ -83,18 +86,15 @@ __global__ void __launch_bounds__(NORM_BLOCKS) global_norm_finish_kernel(StepSta
 
 void loss_add(Device* dev, StepState* state, const float* losses, float factor, size_t n) {
     cost_loss_add(dev, n);
-    loss_add_kernel<<<1, 1024, 0, dev->stream>>>(state, losses, factor, n);
-    cuda_check(cudaGetLastError());
+    launch(dev, loss_add_kernel, 1, 1024, 0, state, losses, factor, n);
 }
 
 void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
     cost_global_norm(dev, n);
     check((uintptr_t)grads % 16 == 0, "global_norm: gradients are not aligned to 16 bytes");
     double* partials = (double*)workspace_floats(dev, "global_norm", 2 * NORM_BLOCKS);
-    global_norm_kernel<<<NORM_BLOCKS, NORM_THREADS, 0, dev->stream>>>(partials, grads, n);
-    cuda_check(cudaGetLastError());
-    global_norm_finish_kernel<<<1, NORM_BLOCKS, 0, dev->stream>>>(state, partials);
-    cuda_check(cudaGetLastError());
+    launch(dev, global_norm_kernel, NORM_BLOCKS, NORM_THREADS, 0, partials, grads, n);
+    launch(dev, global_norm_finish_kernel, 1, NORM_BLOCKS, 0, state, partials);
 }
 
 #endif

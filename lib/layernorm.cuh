@@ -264,6 +264,7 @@ template <int FP8, int CLUSTER>
 __global__ void __maxnreg__(96)
     layernorm_forward_kernel(FormsOut y, LayerNormStats stats, ResidualAdd add, const bf16* weight, const bf16* bias,
                              int rows, int C, LayerNormShape shape) {
+    kernel_begin();
     extern __shared__ uint4 shared_memory[];
     __shared__ LayerNormParts parts[2]; // mean and sum of squares around it, of a warp's columns
     const LayerNormPlace place = layernorm_place(shape, C);
@@ -408,6 +409,7 @@ __global__ void __maxnreg__(96)
 template <int FP8, int CLUSTER>
 __global__ void __maxnreg__(128)
     layernorm_backward_kernel(LayerNormBackward args, FormsOut dx, float* partials, LayerNormShape shape) {
+    kernel_begin();
     extern __shared__ uint4 shared_memory[];
     __shared__ LayerNormParts parts[2]; // sums of g and g n over a warp's columns
     const int rows = args.rows, C = args.C;
@@ -566,6 +568,7 @@ static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribu
     config.blockDim = dim3((unsigned)shape.threads);
     config.dynamicSmemBytes = layernorm_shared_bytes(shape);
     config.stream = dev->stream;
+    attribute[1] = launch_attribute(dev);
     attribute->id = cudaLaunchAttributeClusterDimension;
     attribute->val.clusterDim.x = (unsigned)shape.blocks;
     attribute->val.clusterDim.y = 1;
@@ -579,6 +582,7 @@ static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribu
     cuda_check(cudaOccupancyMaxActiveClusters(&at_once, kernel, &config));
     check(at_once > 0, "layernorm: %zu bytes of shared memory per block do not fit", config.dynamicSmemBytes);
     at_once = at_once < most ? at_once : most;
+    config.numAttrs = 2; // its own placement is no question of occupancy
     config.gridDim.y = (unsigned)(tiles < at_once ? tiles : at_once);
     return config;
 }
@@ -589,8 +593,8 @@ static inline void layernorm_forward_launch(Device* dev, FormsOut y, LayerNormSt
     auto kernel = shape.blocks > 1 ? y.slot != NULL ? layernorm_forward_kernel<1, 1> : layernorm_forward_kernel<0, 1>
                   : y.slot != NULL ? layernorm_forward_kernel<1, 0>
                                    : layernorm_forward_kernel<0, 0>;
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = layernorm_config(dev, &attribute, (const void*)kernel, shape, rows, 65535);
+    cudaLaunchAttribute attribute[2];
+    cudaLaunchConfig_t config = layernorm_config(dev, attribute, (const void*)kernel, shape, rows, 65535);
     cuda_check(cudaLaunchKernelEx(&config, kernel, y, stats, add, weight, bias, rows, C, shape));
 }
 
@@ -616,8 +620,8 @@ static inline int layernorm_backward_launch(Device* dev, LayerNormBackward args,
     auto kernel = shape.blocks > 1 ? dx.slot != NULL ? layernorm_backward_kernel<1, 1> : layernorm_backward_kernel<0, 1>
                   : dx.slot != NULL ? layernorm_backward_kernel<1, 0>
                                     : layernorm_backward_kernel<0, 0>;
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = layernorm_config(dev, &attribute, (const void*)kernel, shape, args.rows, most);
+    cudaLaunchAttribute attribute[2];
+    cudaLaunchConfig_t config = layernorm_config(dev, attribute, (const void*)kernel, shape, args.rows, most);
     int strips = (int)config.gridDim.y;
     if (partials != NULL) { workspace_floats(dev, "layernorm_backward", (size_t)COLUMN_SUMS * strips * args.C); }
     cuda_check(cudaLaunchKernelEx(&config, kernel, args, dx, partials, shape));

@@ -17,6 +17,7 @@
 template <typename FP8, int FORMS>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     quantize_kernel(FormsOut y, float* partials, const bf16* x, int rows, int cols) {
+    kernel_begin();
     __shared__ uint4 tile[ELEMENT_COLS * ELEMENT_ROWS / sizeof(uint4)];
     ElementPlace place = element_place();
     float scale = FORMS == FORMS_BOTH || y.slot != NULL ? y.slot->scale : 1.0f;
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 template <int FORMS>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     quantize_weight_kernel(FormsOut w, const float* master, int OC, int C) {
+    kernel_begin();
     __shared__ uint4 tile[ELEMENT_COLS * ELEMENT_ROWS / sizeof(uint4)];
     ElementPlace place = element_place();
     float scale = w.slot->scale;
@@ -99,8 +101,7 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 template <typename FP8>
 static inline void quantize_launch(Device* dev, FormsOut y, float* partials, const bf16* x, int rows, int cols) {
     auto kernel = forms_are_both(y) ? quantize_kernel<FP8, FORMS_BOTH> : quantize_kernel<FP8, FORMS_ANY>;
-    kernel<<<element_grid(rows, cols, partials != NULL), ELEMENT_THREADS, 0, dev->stream>>>(y, partials, x, rows, cols);
-    cuda_check(cudaGetLastError());
+    launch(dev, kernel, element_grid(rows, cols, partials != NULL), ELEMENT_THREADS, 0, y, partials, x, rows, cols);
 }
 
 void quantize_forward(Device* dev, E4m3Tensor y, int rows, int cols) {
@@ -146,8 +147,7 @@ void quantize_weight(Device* dev, E4m3Tensor w, const float* master, int OC, int
     check((uintptr_t)master % 16 == 0, "quantize_weight: master weights are not aligned to 16 bytes");
     if (out.slot == NULL) { return; }
     auto kernel = forms_are_both(out) ? quantize_weight_kernel<FORMS_BOTH> : quantize_weight_kernel<FORMS_FP8>;
-    kernel<<<element_grid(OC, C, 0), ELEMENT_THREADS, 0, dev->stream>>>(out, master, OC, C);
-    cuda_check(cudaGetLastError());
+    launch(dev, kernel, element_grid(OC, C, 0), ELEMENT_THREADS, 0, out, master, OC, C);
 }
 
 #endif

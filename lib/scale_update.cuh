@@ -10,6 +10,7 @@
 
 // amaxes (num_slots) = slot amaxes, NaN as +Inf.   one thread per slot
 __global__ void scale_slots_gather_kernel(float* amaxes, const ScaleSlot* slots, int num_slots) {
+    kernel_begin();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= num_slots) { return; }
     float amax = slots[i].amax;
@@ -22,6 +23,7 @@ __global__ void scale_slots_gather_kernel(float* amaxes, const ScaleSlot* slots,
 //   bits     deterministic: an integer count does not depend on the order of its atomics
 __global__ void __launch_bounds__(128)
     scale_slots_step_kernel(ScaleSlot* slots, const float* amaxes, ScaleRecipe recipe, int* slots_warming) {
+    kernel_begin();
     __shared__ ScaleSlot slot;
     const int num_words = sizeof(ScaleSlot) / sizeof(uint32_t);
     uint32_t* there = (uint32_t*)&slots[blockIdx.x];
@@ -46,9 +48,8 @@ __global__ void __launch_bounds__(128)
 void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int num_slots) {
     cost_scale_slots(dev, num_slots);
     if (num_slots <= 0) { return; }
-    scale_slots_gather_kernel<<<(unsigned)ceil_div((size_t)num_slots, 128), 128, 0, dev->stream>>>(amaxes, slots,
+    launch(dev, scale_slots_gather_kernel, (unsigned)ceil_div((size_t)num_slots, 128), 128, 0, amaxes, slots,
                                                                                                    num_slots);
-    cuda_check(cudaGetLastError());
 }
 
 void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int num_slots, ScaleRecipe recipe,
@@ -56,8 +57,7 @@ void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int nu
     cost_scale_slots(dev, num_slots);
     cuda_check(cudaMemsetAsync(&state->slots_warming, 0, sizeof(int), dev->stream));
     if (num_slots <= 0) { return; }
-    scale_slots_step_kernel<<<num_slots, 128, 0, dev->stream>>>(slots, amaxes, recipe, &state->slots_warming);
-    cuda_check(cudaGetLastError());
+    launch(dev, scale_slots_step_kernel, num_slots, 128, 0, slots, amaxes, recipe, &state->slots_warming);
 }
 
 #endif

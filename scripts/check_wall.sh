@@ -3,6 +3,7 @@
 #   - every lib/*.h compiles alone, with no CUDA, as C11 and as C++17, without a warning
 #   - no lib/*.h includes a CUDA header; no .cuh includes another op (only gpu.cuh, its own parts and plain headers)
 #   - nothing in lib/ or the program includes dev/
+#   - every kernel of a file that launches early (launch, launch_attribute) begins with kernel_begin()
 # Prints one line per file that breaks it and "N passed, N failed, N skipped".
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -52,6 +53,15 @@ for op in lib/*.cuh; do
     name=$(basename "$op" .cuh) # attention.cuh may include its own part, attention_builtin.cuh
     message=$(grep -nE '#include ".*\.cuh"' "$op" | grep -vE "\"(gpu|${name}_[a-z0-9_]+)\.cuh\"" || true)
     report "$op includes no other op" "${#message}" "$message"
+done
+
+for op in lib/*.cuh; do
+    [[ -e $op ]] || continue
+    grep -qE '\b(launch|launch_attribute)\(dev' "$op" || continue
+    message=$(awk '/__global__/ { kernel = FILENAME ": " FNR } # its body begins behind the line that ends with ") {"
+                   kernel && begun { if ($0 !~ /^    kernel_begin\(\);$/) { print kernel }; kernel = begun = "" }
+                   kernel && /\) \{$/ { begun = 1 }' "$op")
+    report "$op: kernels begin with kernel_begin()" "${#message}" "$message"
 done
 
 message=$(grep -nsE '#include ".*dev/' lib/* train_gpt_fp8.cu || true)
