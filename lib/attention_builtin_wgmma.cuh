@@ -408,6 +408,7 @@ template <int HS>
 __global__ void __launch_bounds__(256)
     wgmma_delta_kernel(float* stats, int* counters, const bf16* dout, const bf16* out, const float* lse, int B, int T,
                        int NH, int num_query_blocks) {
+    kernel_begin();
     constexpr int QUERIES = wgmma_queries(HS), THREADS = HS / 8, ROWS = 256 / THREADS, PASSES = 64 / ROWS;
     const int num_groups = num_query_blocks * (QUERIES / 64), h = blockIdx.x % NH, group = blockIdx.x / NH % num_groups,
               b = blockIdx.x / NH / num_groups, part = threadIdx.x % THREADS;
@@ -767,6 +768,7 @@ template <int HS>
 __global__ void __launch_bounds__(WGMMA_THREADS, 1)
     wgmma_backward_kernel(const __grid_constant__ WgmmaBackward x, const __grid_constant__ CUtensorMap kv_map,
                           const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map) {
+    kernel_begin();
     constexpr int QUERIES = wgmma_queries(HS), R = wgmma_ratio(HS), STAGES = wgmma_v_stages(HS);
     constexpr int KV_BYTES = wgmma_kv_bytes(HS), Q_BYTES = wgmma_q_bytes(HS), DS_BYTES = wgmma_ds_bytes(HS);
     constexpr int S = QUERIES / 2, D = HS / 2; // registers of 64 x queries, of 64 x channels
@@ -1059,15 +1061,12 @@ static inline void wgmma_backward_launch(Device* dev, FormsOut dqkv, float* dbia
     const CUtensorMap kv_map = wgmma_panel_map(qkv, B, T, 3 * NH, HS, WGMMA_ROWS),
                       q_map = wgmma_panel_map(qkv, B, T, 3 * NH, HS, queries),
                       dout_map = wgmma_panel_map(dout, B, T, NH, HS, queries);
-    wgmma_delta_kernel<HS><<<(unsigned)(items * WGMMA_ROWS / 64), 256, 0, dev->stream>>>(
-        (float*)workspace, x.counters, dout, out, lse, B, T, NH, num_query_blocks);
-    cuda_check(cudaGetLastError());
+    launch(dev, wgmma_delta_kernel<HS>, (unsigned)(items * WGMMA_ROWS / 64), 256, 0, (float*)workspace, x.counters, dout,
+           out, lse, B, T, NH, num_query_blocks);
     cuda_check(cudaFuncSetAttribute((const void*)wgmma_backward_kernel<HS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     wgmma_shared_bytes(HS)));
-    wgmma_backward_kernel<HS>
-        <<<(unsigned)(items < sms ? items : sms), WGMMA_THREADS, wgmma_shared_bytes(HS), dev->stream>>>(
-            x, kv_map, q_map, dout_map);
-    cuda_check(cudaGetLastError());
+    launch(dev, wgmma_backward_kernel<HS>, (unsigned)(items < sms ? items : sms), WGMMA_THREADS, wgmma_shared_bytes(HS),
+           x, kv_map, q_map, dout_map);
     if (dbias != NULL) {
         column_sums_add(dev, ColumnSums{{dbias, NULL, NULL}}, 1, x.partials, B * w.num_blocks * 2, x.cols);
     }

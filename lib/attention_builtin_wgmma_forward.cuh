@@ -545,6 +545,7 @@ static __device__ __forceinline__ void wgmma_forward_compute_loop(uint32_t share
 template <typename F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     wgmma_forward_kernel(FormsOut y, float* lse, const __grid_constant__ CUtensorMap map, int B, int T, int NH) {
+    kernel_begin();
     extern __shared__ char wgmma_shared[];
     const uint32_t shared = (attention_shared_address(wgmma_shared) + 1023) & ~1023u;
     const uint32_t all_barriers = shared + F::TEAMS * F::TEAM_BYTES;
@@ -605,8 +606,7 @@ static inline void wgmma_attention_forward(Device* dev, FormsOut y, float* lse, 
     const int grid = blocks < sms ? blocks : sms;
     const CUtensorMap map = wgmma_panel_map(qkv, B, T, 3 * NH, F::HS, 64);
     builtin_attention_allow_shared((const void*)wgmma_forward_kernel<F>, F::SHARED_BYTES);
-    wgmma_forward_kernel<F><<<grid, F::THREADS, F::SHARED_BYTES, dev->stream>>>(y, lse, map, B, T, NH);
-    cuda_check(cudaGetLastError());
+    launch(dev, wgmma_forward_kernel<F>, grid, F::THREADS, F::SHARED_BYTES, y, lse, map, B, T, NH);
 }
 
 #endif
