@@ -4,14 +4,20 @@
 //
 // takes the program's own flags, trains from random weights, and prints for every mode the median of the steps' times:
 //
-//     ahead       the next step's first batch made while the device is busy
+//     all on
+//     ahead off   the next step's first batch is not made while the device is busy
+//     early off   kernels are not launched before the one in front of them has ended
 //
 // Scales are declared warm after three steps, so that no measuring passes are timed. Modes take turns, a few steps
 // each, because the chip's clock drifts. Losses of random weights on real tokens mean nothing and are not printed.
 #define TESTING
 #include "../train_gpt_fp8.cu"
 
-enum { NUM_MODES = 2, STEPS_PER_TURN = 4, MAX_TURNS = 10, MAX_TIMES = STEPS_PER_TURN * MAX_TURNS };
+enum { NUM_MODES = 3, STEPS_PER_TURN = 4, MAX_TURNS = 10, MAX_TIMES = STEPS_PER_TURN * MAX_TURNS };
+static const struct {
+    const char* name;
+    int ahead, early;
+} modes[NUM_MODES] = {{"all on", 1, 1}, {"ahead off", 0, 1}, {"early off", 1, 0}};
 static const double ENOUGH_SECONDS = 4.0; // two turns of every mode, and more while they take less than that
 
 static int compare_doubles(const void* a, const void* b) {
@@ -90,9 +96,10 @@ int main(int argc, char** argv) {
     double begin = seconds_now();
     for (; turns < MAX_TURNS && (turns < 2 || seconds_now() - begin < ENOUGH_SECONDS); turns++) {
         for (int mode = 0; mode < NUM_MODES; mode++) {
+            dev->early_launch = modes[mode].early;
             for (int k = 0; k < STEPS_PER_TURN; k++) {
                 double start = seconds_now();
-                train_step(&model, &loader, 1e-4f, mode, &loss_outliers, &norm_outliers, &report);
+                train_step(&model, &loader, 1e-4f, modes[mode].ahead, &loss_outliers, &norm_outliers, &report);
                 times[mode][turns * STEPS_PER_TURN + k] = seconds_now() - start;
             }
         }
@@ -108,9 +115,9 @@ int main(int argc, char** argv) {
         }
         qsort(kept, (size_t)n, sizeof(double), compare_doubles);
         double tokens = (double)train.total_batch_tokens, median = kept[n / 2];
-        fprintf(out, "%-6s L %d C %d, B %d x %d of T %d | ahead %-3s | %9.3f ms (%.3f to %.3f) | %8.0f "
+        fprintf(out, "%-6s L %d C %d, B %d x %d of T %d | %-9s | %9.3f ms (%.3f to %.3f) | %8.0f "
                 "tok/s\n", train.model, config.num_layers, config.channels, train.batch_size, train.grad_accum_steps,
-                train.seq_len, mode ? "on" : "off", 1e3 * median, 1e3 * kept[0],
+                train.seq_len, modes[mode].name, 1e3 * median, 1e3 * kept[0],
                 1e3 * kept[n - 1], tokens / median);
     }
     dataloader_close(&loader);
