@@ -688,24 +688,28 @@ __device__ static inline void block_column_sums(float* to, float* buffer, const 
     }
 }
 
-// sums.to[s][c] += sum over p of partials[s][p][c].   grid (cols / 32, sums), block (32, 16)
-__global__ void __launch_bounds__(512)
+#define COLUMN_SUM_LANES 32
+
+// sums.to[s][c] += sum over p of partials[s][p][c].   grid (cols / 32, sums), block (32, COLUMN_SUM_LANES)
+// Latency-bound: the more loads on the way the better.
+__global__ void __launch_bounds__(32 * COLUMN_SUM_LANES)
     column_sums_kernel(ColumnSums sums, const float* partials, int num_partials, int cols) {
     kernel_begin();
-    __shared__ float lanes[16][32];
+    __shared__ float lanes[COLUMN_SUM_LANES][32];
     int c = blockIdx.x * 32 + threadIdx.x;
     const float* from = partials + (size_t)blockIdx.y * num_partials * cols;
     float sum = 0.0f;
     if (c < cols) {
-#pragma unroll 4
-        for (int p = threadIdx.y; p < num_partials; p += 16) {
+#pragma unroll 8
+        for (int p = threadIdx.y; p < num_partials; p += COLUMN_SUM_LANES) {
             sum += from[(size_t)p * cols + c];
         }
     }
     lanes[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y == 0 && c < cols) {
-        for (int l = 1; l < 16; l++) {
+#pragma unroll
+        for (int l = 1; l < COLUMN_SUM_LANES; l++) {
             sum += lanes[l][threadIdx.x];
         }
         float* to = blockIdx.y == 0 ? sums.to[0] : blockIdx.y == 1 ? sums.to[1] : sums.to[2];
@@ -716,7 +720,7 @@ __global__ void __launch_bounds__(512)
 static inline void column_sums_add(Device* dev, ColumnSums sums, int num_sums, const float* partials, int num_partials,
                                    int cols) {
     dim3 grid((unsigned)ceil_div((size_t)cols, 32), (unsigned)num_sums);
-    launch(dev, column_sums_kernel, grid, dim3(32, 16), 0, sums, partials, num_partials, cols);
+    launch(dev, column_sums_kernel, grid, dim3(32, COLUMN_SUM_LANES), 0, sums, partials, num_partials, cols);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
