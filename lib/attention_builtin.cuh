@@ -893,8 +893,8 @@ static inline int builtin_attention_backward_emits(int T, int HS, int fp8) {
 // dqkv (B, T, 3, NH, HS) = (not +=) gradient of qkv, from dout and out (B, T, NH, HS) BF16, lse (B, NH, T) FP32 as
 // the forward pass left it, and qkv. BF16 pointers 16-byte aligned; dqkv must overlap none of the inputs. Asynchronous
 // on dev->stream; needs builtin_attention_workspace_bytes of dev->workspace. What cannot be taken is an error line.
-// Where builtin_attention_backward_emits, dqkv may be any forms, and dbias (3C) FP32 += column sums of its BF16 values
-// unless NULL; elsewhere dqkv is `wide` alone and dbias NULL.
+// Where builtin_attention_backward_emits, dqkv is FP8 forms or `wide`, and dbias (3C) FP32 += column sums of its BF16
+// values unless NULL; elsewhere dqkv is `wide` alone and dbias NULL.
 void builtin_attention_backward(Device* dev, FormsOut dqkv, float* dbias, const bf16* dout, const bf16* out,
                                 const float* lse, const bf16* qkv, int B, int T, int NH, int HS) {
     const BuiltinAttentionShape x = {B, T, NH, HS};
@@ -906,12 +906,21 @@ void builtin_attention_backward(Device* dev, FormsOut dqkv, float* dbias, const 
     check(dev->workspace_bytes >= needed,
           "builtin_attention_backward: workspace has %zu bytes, want %zu for B, T, NH, HS = %d, %d, %d, %d",
           dev->workspace_bytes, needed, B, T, NH, HS);
+    check(dqkv.slot == NULL || dqkv.wide == NULL, "builtin_attention_backward: dqkv in FP8 and in BF16, want one");
     if (HS == 64) {
-        wgmma_backward_launch<64>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        if (dqkv.slot != NULL) {
+            wgmma_backward_launch<64, 1>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        } else {
+            wgmma_backward_launch<64, 0>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        }
         return;
     }
     if (HS == 128) {
-        wgmma_backward_launch<128>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        if (dqkv.slot != NULL) {
+            wgmma_backward_launch<128, 1>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        } else {
+            wgmma_backward_launch<128, 0>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
+        }
         return;
     }
     check(dqkv.slot == NULL && dbias == NULL, "builtin_attention_backward: no FP8 and no bias gradient at head size %d",

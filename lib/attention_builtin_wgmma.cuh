@@ -13,10 +13,10 @@
 //
 // Items of one head that start together never meet at a query block: each is a step behind its neighbour, which is the
 // order wanted. But a share takes more than a step until its counter says so (2 to 3 us), so items of one head are
-// handed out some time apart: all last key blocks of 32 heads (T 1024), then the blocks before them, ... H200, 64 x 12
-// x 1024 x 64: 791 us instead of 854. It is an atomic counter that hands out, so an item waits only for items that were
-// handed out before it: no deadlock, wherever blocks run. The sums of `ring` heads are kept, 16 MB or so, which stay in
-// L2: a head's first share waits until the head that had the place before has left it.
+// handed out some time apart: all last key blocks of 32 heads (T 1024), then the blocks before them, ... It is an
+// atomic counter that hands out, so an item waits only for items that were handed out before it: no deadlock, wherever
+// blocks run. The sums of `ring` heads are kept, 16 MB or so, which stay in L2: a head's first share waits until the
+// head that had the place before has left it.
 //
 //   threads    384: 2 warpgroups that compute (64 keys each), 1 that feeds them: one thread loads, two add dq
 //   products   S^T = k q^T and dP^T = v dout^T leave P^T and dS^T in registers as A operands: dv += P^T dout,
@@ -27,6 +27,8 @@
 //   shared     tiles of rows x 128 bytes with TMA's 128-byte swizzle, head size 128 in two panels of 64 channels; two
 //              stages of k, of (q, dout, lse, delta) and of dS, of v at head size 64 two, at 128 one: the next item's
 //              tiles arrive while this one ends
+//   latencies  a scheduler has two warps that compute, so what a warp waits for counts more than how much it does: lse
+//              is fetched before S is waited for, and fences, which wait for what was stored, stand behind products
 //   output     E5M2 row-major and transposed with the slot's scale, or BF16, and column sums per 64 rows
 //   edges      TMA writes zeros beyond T and never crosses into the next row of the batch; lse is +inf there, so P = 0
 #ifndef ATTENTION_BUILTIN_WGMMA_CUH
@@ -91,10 +93,10 @@ __host__ __device__ constexpr int wgmma_at_barriers(int HS) {
     return wgmma_at_stats(HS) + 2 * wgmma_stats_floats(HS) * 4;
 }
 __host__ __device__ constexpr int wgmma_shared_bytes(int HS) {
-    return wgmma_at_barriers(HS) + 192;
+    return wgmma_at_barriers(HS) + 256;
 }
 
-// Byte offsets of the mbarriers and of the item numbers from wgmma_at_barriers; two of each.
+// Byte offsets of the mbarriers, two of each, of the items and of the scale, from wgmma_at_barriers.
 enum {
     WGMMA_K_FULL = 0, // by stage
     WGMMA_K_EMPTY = 16,
@@ -106,7 +108,8 @@ enum {
     WGMMA_DS_EMPTY = 112,
     WGMMA_DQ_FULL = 128,  // of even and of odd steps
     WGMMA_DQ_EMPTY = 144, // one
-    WGMMA_ITEM = 160,     // [2] int
+    WGMMA_ITEM = 160,     // [4] WgmmaItem: of the last round, which still adds dq, of this one, and of the next
+    WGMMA_SCALE = 224,    // float
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -295,13 +298,18 @@ static __device__ __forceinline__ void wgmma_stmatrix_transposed(uint32_t addres
                  : "memory");
 }
 
-// 16 bytes of shared memory.
+// 16 bytes, or 4, of shared memory.
 static __device__ __forceinline__ uint4 wgmma_load_shared(uint32_t address) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "r"(address)
                  : "memory");
+    return x;
+}
+static __device__ __forceinline__ float wgmma_load_shared_float(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
 }
 static __device__ __forceinline__ void wgmma_store_shared(uint32_t address, float a, float b, float c, float d) {
@@ -367,7 +375,7 @@ static __device__ __forceinline__ void wgmma_dq(float (&d)[32], uint64_t ds, uin
 
 // What the backward kernel works on, beside the tensor maps.
 typedef struct {
-    FormsOut dqkv;      // (B*T, 3C): data and transposed, or wide
+    FormsOut dqkv;      // (B*T, 3C): data and transposed, or one of them; or wide
     float* partials;    // (2 B num_blocks, 3C) sums of dqkv's columns over 64 rows of one batch row
     float* dq;          // (ring, num_query_blocks, 2, 64 x 64 in the order of the registers) FP32, not scaled
     int* counters;      // (B NH, num_query_blocks) shares in each block of dq; next item
@@ -376,19 +384,21 @@ typedef struct {
     int ring, heads;                // heads whose dq is kept; heads that are worked on together
 } WgmmaBackward;
 
-// One of the kernel's work items: block j of head; which = b, h.
+// One of the kernel's work items: key block j of head h of batch row b. j < 0: there is none any more.
 typedef struct {
-    int head, j, b, h;
+    int j, b, h, head; // head = b * NH + h
 } WgmmaItem;
 
 // Items in the order in which they are handed out: of some heads the last key block, then of the same heads the block
 // before it, ... So an item begins some time after the one of its head whose sums it waits for.
 static __device__ __forceinline__ WgmmaItem wgmma_item(int index, const WgmmaBackward& x) {
     WgmmaItem item;
+    const int past = index >= x.B * x.NH * x.num_blocks;
+    index = past ? 0 : index;
     const int first = index / (x.heads * x.num_blocks) * x.heads, rest = index - first * x.num_blocks,
               heads = min(x.heads, x.B * x.NH - first);
     item.head = first + rest % heads;
-    item.j = x.num_blocks - 1 - rest / heads;
+    item.j = past ? -1 : x.num_blocks - 1 - rest / heads;
     item.b = item.head / x.NH;
     item.h = item.head % x.NH;
     return item;
@@ -444,18 +454,26 @@ __global__ void __launch_bounds__(256)
 }
 
 // threadIdx.x, read anew each time: what is derived from it is derived again instead of being kept.
-static __device__ __forceinline__ int wgmma_thread() {
-    int thread;
+static __device__ __forceinline__ uint32_t wgmma_thread() {
+    uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// The number of the block's next item, when its k is there.
-static __device__ __forceinline__ int wgmma_next_item(uint32_t barriers, int round) {
-    int index;
+// The item of a round, which has begun.
+static __device__ __forceinline__ WgmmaItem wgmma_read_item(uint32_t barriers, uint32_t round) {
+    WgmmaItem item;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(item.j), "=r"(item.b), "=r"(item.h), "=r"(item.head)
+                 : "r"(barriers + WGMMA_ITEM + round % 4 * (uint32_t)sizeof(WgmmaItem))
+                 : "memory");
+    return item;
+}
+
+// The block's next item, when its k is there.
+static __device__ __forceinline__ WgmmaItem wgmma_next_item(uint32_t barriers, uint32_t round) {
     wgmma_barrier_wait(barriers + WGMMA_K_FULL + round % 2 * 8, round / 2 % 2);
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(barriers + WGMMA_ITEM + round % 2 * 4) : "memory");
-    return index;
+    return wgmma_read_item(barriers, round);
 }
 
 // The thread that loads: hands out items, and keeps the stages of k, v and of q, dout, lse, delta full.
@@ -466,21 +484,24 @@ static __device__ __forceinline__ void wgmma_load_loop(uint32_t shared, const CU
     constexpr int QUERIES = wgmma_queries(HS), R = wgmma_ratio(HS), STAGES = wgmma_v_stages(HS), PANELS = HS / 64;
     constexpr int KV_BYTES = wgmma_kv_bytes(HS), Q_BYTES = wgmma_q_bytes(HS), STATS_BYTES = wgmma_stats_floats(HS) * 4;
     const uint32_t barriers = shared + wgmma_at_barriers(HS);
-    const int num_query_blocks = x.num_blocks * R, num_items = x.B * x.NH * x.num_blocks;
+    const int num_query_blocks = x.num_blocks * R;
     int* const next_item = x.counters + wgmma_num_counters(x.B, x.NH, num_query_blocks);
-    int step = 0;
+    uint32_t step = 0;
 #pragma unroll 1
-    for (int round = 0;; round++) {
-        const int index = atomicAdd(next_item, 1), v = round % STAGES;
+    for (uint32_t round = 0;; round++) {
+        const WgmmaItem item = wgmma_item(atomicAdd(next_item, 1), x);
+        const uint32_t v = round % STAGES;
         const uint32_t k_full = barriers + WGMMA_K_FULL + round % 2 * 8, v_full = barriers + WGMMA_V_FULL + v * 8,
                        k_tile = shared + round % 2 * KV_BYTES, v_tile = shared + wgmma_at_v(HS) + v * KV_BYTES;
         wgmma_barrier_wait(barriers + WGMMA_K_EMPTY + round % 2 * 8, (round / 2 + 1) % 2);
-        asm volatile("st.shared.s32 [%0], %1;" ::"r"(barriers + WGMMA_ITEM + round % 2 * 4), "r"(index) : "memory");
-        if (index >= num_items) {
+        asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(barriers + WGMMA_ITEM +
+                                                                      round % 4 * (uint32_t)sizeof(WgmmaItem)),
+                     "r"(item.j), "r"(item.b), "r"(item.h), "r"(item.head)
+                     : "memory");
+        if (item.j < 0) {
             wgmma_barrier_arrive(k_full);
             break;
         }
-        const WgmmaItem item = wgmma_item(index, x);
         wgmma_barrier_expect(k_full, KV_BYTES);
         for (int p = 0; p < PANELS; p++) {
             wgmma_load_panel(k_tile + p * (KV_BYTES / PANELS), kv_map, p * 64, x.NH + item.h, item.j * WGMMA_ROWS,
@@ -488,7 +509,7 @@ static __device__ __forceinline__ void wgmma_load_loop(uint32_t shared, const CU
         }
 #pragma unroll 1 // few registers
         for (int i = item.j * R; i < num_query_blocks; i++, step++) {
-            const int slot = step % 2;
+            const uint32_t slot = step % 2;
             const uint32_t full = barriers + WGMMA_Q_FULL + slot * 8,
                            q_tile = shared + wgmma_at_q(HS) + slot * 2 * Q_BYTES;
             wgmma_barrier_wait(barriers + WGMMA_Q_EMPTY + slot * 8, (step / 2 + 1) % 2);
@@ -516,19 +537,18 @@ static __device__ __forceinline__ void wgmma_load_loop(uint32_t shared, const CU
 // A thread that adds dq: that of every other step, when its turn has come; for key block 0 it fetches the sum of the
 // step after. Two threads, because a share is on its way for about as long as a step takes, until it may be announced.
 template <int HS>
-static __device__ __forceinline__ void wgmma_dq_loop(uint32_t shared, int parity, const WgmmaBackward& x) {
+static __device__ __forceinline__ void wgmma_dq_loop(uint32_t shared, uint32_t parity, const WgmmaBackward& x) {
     constexpr int R = wgmma_ratio(HS), BYTES = wgmma_dq_floats(HS) * 4;
     const uint32_t barriers = shared + wgmma_at_barriers(HS), from = shared + wgmma_at_dq(HS),
                    full = barriers + WGMMA_DQ_FULL + parity * 8, empty = barriers + WGMMA_DQ_EMPTY;
-    const int num_query_blocks = x.num_blocks * R, num_items = x.B * x.NH * x.num_blocks;
-    int step = 0;
+    const int num_query_blocks = x.num_blocks * R;
+    uint32_t step = 0;
 #pragma unroll 1
-    for (int round = 0;; round++) {
-        const int index = wgmma_next_item(barriers, round);
-        if (index >= num_items) { break; }
-        wgmma_barrier_arrive(barriers + WGMMA_K_EMPTY + round % 2 * 8); // the item number is read
-        const WgmmaItem item = wgmma_item(index, x);
+    for (uint32_t round = 0;; round++) {
+        const WgmmaItem item = wgmma_next_item(barriers, round);
         const int j = item.j;
+        if (j < 0) { break; }
+        wgmma_barrier_arrive(barriers + WGMMA_K_EMPTY + round % 2 * 8); // the item is read
         int* in = x.counters + (size_t)item.head * num_query_blocks + j * R;
         float* to = x.dq + ((size_t)(item.head % x.ring) * num_query_blocks + j * R) * wgmma_dq_floats(HS);
 #pragma unroll 1
@@ -576,52 +596,12 @@ static __device__ __forceinline__ void wgmma_dq_loop(uint32_t shared, int parity
     }
 }
 
-// a and b of two lanes that differ in bit `d` of their numbers: the lower one's b for the higher one's a.
-static __device__ __forceinline__ void wgmma_exchange(uint32_t& a, uint32_t& b, int d) {
-    const int high = wgmma_thread() & d;
-    const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, high ? a : b, d);
-    a = high ? got : a;
-    b = high ? b : got;
-}
-
-// The four words of the 4 lanes of a quad, transposed: lane l gets word l of lanes 0 to 3.
-static __device__ __forceinline__ void wgmma_quad_transpose(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-    wgmma_exchange(a, b, 1);
-    wgmma_exchange(c, d, 1);
-    wgmma_exchange(a, c, 2);
-    wgmma_exchange(b, d, 2);
-}
-
 // Where a tile of 64 x 64 goes.
 typedef struct {
     uint32_t scratch; // 8 KB of shared memory that is the warpgroup's own
+    uint32_t scale;   // where in shared memory the slot's scale is
     int b, t, column; // batch row, first row in it, first column
 } WgmmaTile;
-
-// The row-major forms of 8 of every 16 rows of a tile, from row `half` on: w[n] has columns 8 n + 2 (thread % 4) and
-// + 1.
-static __device__ __forceinline__ void wgmma_emit_rows(const WgmmaBackward& x, WgmmaTile tile, uint32_t (&w)[8],
-                                                       int thread, int half, float scale) {
-    const FormsOut& y = x.dqkv;
-    const int row = thread / 32 * 16 + half + thread % 32 / 4;
-    wgmma_quad_transpose(w[0], w[1], w[2], w[3]); // a quad has 4 x 8 columns of a row at a time
-    wgmma_quad_transpose(w[4], w[5], w[6], w[7]);
-#pragma unroll
-    for (int n = 0; n < 8; n += 4) {
-        const size_t at = ((size_t)tile.b * x.T + tile.t + row) * x.cols + tile.column + 8 * (n + thread % 4);
-        if (row < x.T - tile.t) {
-            const uint4 raw = make_uint4(w[n], w[n + 1], w[n + 2], w[n + 3]);
-            if (y.wide != NULL) { store_vector(y.wide + at, raw); }
-            if (y.data != NULL) {
-                float v[8];
-                unpack8(v, raw);
-                *(uint2*)(y.data + at) =
-                    make_uint2(fp8_pack<e5m2>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale),
-                               fp8_pack<e5m2>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale));
-            }
-        }
-    }
-}
 
 // A 64 x 64 tile of a product, d * factor, rounded to BF16, two columns in a word: of the warp's 16 rows, low has row
 // lane / 4 and high row lane / 4 + 8; word n has columns 8 n + 2 (lane % 4) and + 1.
@@ -634,77 +614,197 @@ static __device__ __forceinline__ void wgmma_round(uint32_t (&low)[8], uint32_t 
     }
 }
 
-// A rounded tile to every form of dqkv; its column sums to the partials; returns the raised amax. Called by the 128
-// threads of a warpgroup; each has done before what it does with the scratch. Rows beyond T are zeros and not stored.
-// FP8 codes are made of the rounded values: the bits that quantize_backward makes of the BF16 form.
-static __device__ __forceinline__ float wgmma_emit(const WgmmaBackward& x, WgmmaTile tile, uint32_t (&low)[8],
-                                                   uint32_t (&high)[8], int group, float amax) {
-    const int thread = wgmma_thread() % 128, lane = thread % 32, warp = thread / 32, rows_left = x.T - tile.t;
+// Of two values of which lanes that differ in bit `d` of `lane` keep one each (the lower one a, the higher one
+// b): the sum over the two lanes.
+static __device__ __forceinline__ float wgmma_sum_half(float a, float b, uint32_t lane, uint32_t d) {
+    const uint32_t high = lane & d;
+    const float kept = high ? b : a, given = high ? a : b;
+    return kept + __shfl_xor_sync(0xFFFFFFFFu, given, d);
+}
+
+// max(a, |b|) of two BF16 each; keeps NaN.
+static __device__ __forceinline__ uint32_t wgmma_amax2(uint32_t a, uint32_t b) {
+    uint32_t result;
+    asm("{\n.reg .b32 absolute;\nabs.bf16x2 absolute, %2;\nmax.NaN.bf16x2 %0, %1, absolute;\n}"
+        : "=r"(result)
+        : "r"(a), "r"(b));
+    return result;
+}
+
+// 16 bytes to global memory, if.
+static __device__ __forceinline__ void wgmma_store_if(void* to, uint4 v, int condition) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(condition)
+                 : "memory");
+}
+
+// A rounded tile to dqkv, as FP8 or as BF16; its column sums to the partials; returns the raised amax (of two BF16).
+// Called by the 128 threads of a warpgroup; each has done before what it does with the scratch. Rows beyond T are zeros
+// and not stored. FP8 codes are made of the rounded values: the bits that quantize_backward makes of the BF16 form.
+//   scratch  2 KB for the 16 rows of a warp. Row-major forms go through them in the warp alone. The transposed form and
+//            the column sums go from warp to warp: rows r and r + 8 of a column are the two bytes of a 16-bit element,
+//            so that a transposing stmatrix gathers 16 rows in 16 bytes, as 0 8 1 9 ...
+//   order    the loads of one form are under the sums, and no branch splits the work on a tile
+template <int FP8>
+static __device__ __forceinline__ uint32_t wgmma_emit(const WgmmaBackward& x, WgmmaTile tile, const uint32_t (&low)[8],
+                                                      const uint32_t (&high)[8], int group, uint32_t amax) {
+    const uint32_t thread = wgmma_thread() % 128, lane = thread % 32, warp = thread / 32,
+                   mine = tile.scratch + warp * 2048;
+    const int rows_left = x.T - tile.t;
+    const uint32_t rows = (uint32_t)x.B * x.T, cols = x.cols;
     const FormsOut& y = x.dqkv;
     const size_t first_row = (size_t)tile.b * x.T + tile.t;
-    const float scale = y.slot != NULL ? y.slot->scale : 1.0f;
+    float sums[8];           // of columns: over the two rows, then over all of the warp
     wgmma_group_sync(group); // nobody reads what the scratch held before
-    // by columns: 64 rows of BF16 are 128 bytes, 16-byte chunks swizzled as TMA does
-    const uint32_t to =
-        tile.scratch + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+    if (FP8) {
+        // 4 codes of a lane in a word: row lane / 4 columns 8 n + 2 (lane % 4) and + 1, row + 8 the same columns
+        uint32_t codes[8];
+        const float scale = wgmma_load_shared_float(tile.scale);
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-        const uint32_t matrices[4] = {low[n], high[n], low[n + 1], high[n + 1]};
-        wgmma_stmatrix_transposed(to + n * 8 * 128, matrices);
-    }
-    wgmma_group_sync(group);
-    {
-        const int column = thread / 2, part = thread % 2; // 16 of 32 rows, twice
-        float sum = 0.0f;
+        for (int n = 0; n < 4; n++) {
+            float v[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t l = low[n + 4 * i], h = high[n + 4 * i];
+                v[i][0] = __uint_as_float(l << 16);
+                v[i][1] = __uint_as_float(l & 0xFFFF0000u);
+                v[i][2] = __uint_as_float(h << 16);
+                v[i][3] = __uint_as_float(h & 0xFFFF0000u);
+                amax = wgmma_amax2(wgmma_amax2(amax, l), h);
+                codes[n + 4 * i] = fp8_pack<e5m2>(v[i][0] * scale, v[i][1] * scale, v[i][2] * scale, v[i][3] * scale);
+            }
+            sums[2 * n] = wgmma_sum_half(v[0][0] + v[0][2], v[1][0] + v[1][2], lane, 16);
+            sums[2 * n + 1] = wgmma_sum_half(v[0][1] + v[0][3], v[1][1] + v[1][3], lane, 16);
+        }
+        // 16 rows of 64 bytes: of 16 columns a lane's word has 2 and the 2 that are 8 further
+        const uint32_t to = mine + (lane & 7) * 64 + (((lane >> 3) ^ (lane >> 1 & 3)) << 4);
+        uint32_t words[4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int row = 32 * half + 16 * part;
-            uint32_t codes[4];
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                float v[8];
-                unpack8(v, wgmma_load_shared(tile.scratch + column * 128 + (((row / 8 + c) ^ (column & 7)) << 4)));
-                amax = amax8(amax, v);
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    sum += v[i];
-                }
-                codes[2 * c] = fp8_pack<e5m2>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
-                codes[2 * c + 1] = fp8_pack<e5m2>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale);
+            for (int n = 0; n < 4; n++) {
+                words[n] = __byte_perm(codes[2 * n], codes[2 * n + 1], half ? 0x7632 : 0x5410);
             }
-            if (y.transposed != NULL && row < rows_left) {
-                *(uint4*)(y.transposed + (size_t)(tile.column + column) * ((size_t)x.B * x.T) + first_row + row) =
-                    make_uint4(codes[0], codes[1], codes[2], codes[3]);
-            }
+            wgmma_stmatrix(to + half * 512, words);
         }
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-        if (part == 0) {
-            x.partials[((size_t)tile.b * 2 * x.num_blocks + tile.t / 64) * x.cols + tile.column + column] = sum;
+        // 64 columns of 16 bytes
+#pragma unroll
+        for (int n = 0; n < 8; n += 4) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                words[i] = __byte_perm(codes[n + i], 0, 0x3120);
+            }
+            wgmma_stmatrix_transposed(mine + 1024 + n * 128 + ((lane ^ 2 * warp) << 4), words);
+        }
+    } else {
+        // 16 rows of 128 bytes, 16-byte chunks swizzled as TMA does
+        const uint32_t to = mine + (lane & 15) * 128;
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            const uint32_t matrices[4] = {low[n], high[n], low[n + 1], high[n + 1]};
+            wgmma_stmatrix(to + (((n + (lane >> 4)) ^ (lane & 7)) << 4), matrices);
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            float v[2][2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t l = low[n + 4 * i], h = high[n + 4 * i];
+                v[i][0] = __uint_as_float(l << 16) + __uint_as_float(h << 16);
+                v[i][1] = __uint_as_float(l & 0xFFFF0000u) + __uint_as_float(h & 0xFFFF0000u);
+            }
+            sums[2 * n] = wgmma_sum_half(v[0][0], v[1][0], lane, 16);
+            sums[2 * n + 1] = wgmma_sum_half(v[0][1], v[1][1], lane, 16);
         }
     }
-    wgmma_emit_rows(x, tile, low, thread, 0, scale);
-    wgmma_emit_rows(x, tile, high, thread, 8, scale);
+    __syncwarp();
+    constexpr int LOADS = FP8 ? 2 : 4; // row-major, 16 bytes each
+    uint4 raw[LOADS];
+#pragma unroll
+    for (int n = 0; n < LOADS; n++) {
+        const uint32_t row = FP8 ? 8 * n + lane / 4 : 4 * n + lane / 8;
+        raw[n] = wgmma_load_shared(
+            mine + (FP8 ? row * 64 + ((lane ^ (row >> 1)) & 3) * 16 : row * 128 + ((lane ^ row) & 7) * 16));
+    }
+    // column sums of the warp: a lane ends with columns 8 n + 2 (lane % 4) and + 1, n = bits 4, 3, 2 of its number
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        sums[n] = wgmma_sum_half(sums[n], sums[n + 4], lane, 8);
+    }
+    sums[0] = wgmma_sum_half(sums[0], sums[2], lane, 4);
+    sums[1] = wgmma_sum_half(sums[1], sums[3], lane, 4);
+    const uint32_t eight = (lane >> 4) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
+    __syncwarp(); // the rows are read
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(mine + (8 * eight + 2 * (lane % 4)) * 4), "f"(sums[0]),
+                 "f"(sums[1])
+                 : "memory");
+    if (FP8) {
+        uint8_t* const out =
+            y.data + first_row * cols + tile.column + (size_t)(warp * 16 + lane / 4) * cols + lane % 4 * 16;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const uint4 w = raw[n % LOADS];
+            wgmma_store_if(out + (size_t)(8 * n) * cols,
+                           make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410),
+                                      __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x7632)),
+                           (int)(warp * 16 + 8 * n + lane / 4) < rows_left && y.data != NULL);
+        }
+    } else {
+        bf16* const out =
+            y.wide + first_row * cols + tile.column + (size_t)(warp * 16 + lane / 8) * cols + lane % 8 * 8;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            wgmma_store_if(out + (size_t)(4 * n) * cols, raw[n % LOADS],
+                           (int)(warp * 16 + 4 * n + lane / 8) < rows_left);
+        }
+    }
+    wgmma_group_sync(group);
+    if (FP8) {
+        const uint32_t part = lane % 4, column = thread / 4;
+        uint8_t* const out = y.transposed + (size_t)tile.column * rows + first_row + (size_t)column * rows + part * 16;
+        const uint32_t from = tile.scratch + part * 2048 + 1024 + ((column ^ 2 * part) << 4);
+        const uint4 pair[2] = {wgmma_load_shared(from), wgmma_load_shared(from + 512)};
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const uint4 w = pair[n];
+            wgmma_store_if(out + (size_t)(32 * n) * rows,
+                           make_uint4(__byte_perm(w.x, w.y, 0x6420), __byte_perm(w.z, w.w, 0x6420),
+                                      __byte_perm(w.x, w.y, 0x7531), __byte_perm(w.z, w.w, 0x7531)),
+                           (int)part * 16 < rows_left && y.transposed != NULL);
+        }
+    }
+    if (thread < 64) {
+        float sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            sum[i] = wgmma_load_shared_float(tile.scratch + i * 2048 + thread * 4);
+        }
+        x.partials[((size_t)tile.b * 2 * x.num_blocks + tile.t / 64) * cols + tile.column + thread] =
+            (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    }
     return amax;
 }
 
-// One warpgroup's dq of item `index` and query block i, from the registers: to the thread that adds it, or, for key
-// block 0, to memory. Called in the order of the steps; returns the raised amax.
-template <int HS>
-static __device__ __forceinline__ float wgmma_put_dq(uint32_t shared, const WgmmaBackward& x, int index, int i,
-                                                     const float (&dq)[32], int step, int group, float amax) {
+// One warpgroup's dq of query block i and of key block j, the item of `round`: from the registers to the thread that
+// adds it, or, for key block 0, to memory. Called in the order of the steps; then wgmma_finish_dq. Returns the raised
+// amax.
+template <int HS, int FP8>
+static __device__ __forceinline__ uint32_t wgmma_put_dq(uint32_t shared, const WgmmaBackward& x, uint32_t round, int j,
+                                                        int i, const float (&dq)[32], uint32_t step, int group,
+                                                        uint32_t amax) {
     constexpr int QUERIES = wgmma_queries(HS), R = wgmma_ratio(HS);
     const uint32_t barriers = shared + wgmma_at_barriers(HS),
                    half = shared + wgmma_at_dq(HS) + group * WGMMA_HALF_DQ_BYTES,
                    mine = half + wgmma_thread() % 128 * 16;
     wgmma_barrier_wait(barriers + WGMMA_DQ_EMPTY, (step + 1) % 2);
-    const WgmmaItem item = wgmma_item(index, x);
-    if (item.j > 0) {
+    if (j > 0) {
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             wgmma_store_shared(mine + n * 2048, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
         }
     } else {
         const float factor = 1.0f / sqrtf((float)HS);
+        const WgmmaItem item = wgmma_read_item(barriers, round);
         uint32_t low[8], high[8];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
@@ -716,24 +816,39 @@ static __device__ __forceinline__ float wgmma_put_dq(uint32_t shared, const Wgmm
         }
         WgmmaTile tile;
         tile.scratch = half;
+        tile.scale = barriers + WGMMA_SCALE;
         tile.b = item.b;
         tile.t = i * QUERIES + (HS == 64 ? 64 * group : 0);
         tile.column = item.h * HS + (HS == 64 ? 0 : 64 * group);
-        amax = wgmma_emit(x, tile, low, high, group, amax);
+        amax = wgmma_emit<FP8>(x, tile, low, high, group, amax);
     }
+    return amax;
+}
+
+// Says that the buffer has the share of `step`, or is not read any more. Not at the end of wgmma_put_dq, since the
+// fence waits until what was stored has arrived.
+static __device__ __forceinline__ void wgmma_finish_dq(uint32_t barriers, uint32_t step) {
     wgmma_shared_proxy_fence();
     __syncwarp();
     if (threadIdx.x % 32 == 0) { wgmma_barrier_arrive(barriers + WGMMA_DQ_FULL + step % 2 * 8); }
-    return amax;
+}
+
+// lse of the columns that elements [FIRST, LAST) of s are in.
+template <int FIRST, int LAST, int N>
+static __device__ __forceinline__ void wgmma_prefetch(float2 (&lse)[N], const float* from) {
+#pragma unroll
+    for (int n = FIRST / 4; n < LAST / 4; n++) {
+        lse[n] = *(const float2*)(from + 8 * n);
+    }
 }
 
 // Elements [FIRST, LAST) of s: e = P^T = exp(S^T / sqrt(HS) - lse), and rounded to BF16 in p. N floats in e.
 template <int FIRST, int LAST, int N>
-static __device__ __forceinline__ void wgmma_probabilities(float (&e)[N], uint32_t (&p)[N / 2], const float* lse,
-                                                           float scale_log2) {
+static __device__ __forceinline__ void wgmma_probabilities(float (&e)[N], uint32_t (&p)[N / 2],
+                                                           const float2 (&lse)[N / 4], float scale_log2) {
 #pragma unroll
     for (int n = FIRST / 4; n < LAST / 4; n++) {
-        const float2 pair = *(const float2*)(lse + 8 * n);
+        const float2 pair = lse[n];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             e[4 * n + i] = attention_exp2(fmaf(e[4 * n + i], scale_log2, i % 2 ? -pair.y : -pair.x));
@@ -764,7 +879,7 @@ static __device__ __forceinline__ void wgmma_score_gradients(uint32_t (&ds)[N / 
 //            gradients rounded to BF16 once, and from there to E5M2
 //   grid     as many blocks as there are multiprocessors, or fewer
 //   bits     deterministic
-template <int HS>
+template <int HS, int FP8>
 __global__ void __launch_bounds__(WGMMA_THREADS, 1)
     wgmma_backward_kernel(const __grid_constant__ WgmmaBackward x, const __grid_constant__ CUtensorMap kv_map,
                           const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map) {
@@ -772,9 +887,10 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
     constexpr int QUERIES = wgmma_queries(HS), R = wgmma_ratio(HS), STAGES = wgmma_v_stages(HS);
     constexpr int KV_BYTES = wgmma_kv_bytes(HS), Q_BYTES = wgmma_q_bytes(HS), DS_BYTES = wgmma_ds_bytes(HS);
     constexpr int S = QUERIES / 2, D = HS / 2; // registers of 64 x queries, of 64 x channels
+    constexpr int EARLY = S / 4;               // exponentials before dP is waited for: the others run beside other work
     extern __shared__ __align__(1024) char wgmma_shared[];
     const uint32_t shared = attention_shared_address(wgmma_shared), barriers = shared + wgmma_at_barriers(HS);
-    const int num_query_blocks = x.num_blocks * R, num_items = x.B * x.NH * x.num_blocks;
+    const int num_query_blocks = x.num_blocks * R;
     const int warp = attention_warp(), lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
@@ -791,6 +907,8 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
             wgmma_barrier_init(barriers + WGMMA_DQ_FULL + i * 8, 8);
         }
         wgmma_barrier_init(barriers + WGMMA_DQ_EMPTY, 1);
+        const float scale = x.dqkv.slot != NULL ? x.dqkv.slot->scale : 1.0f; // from here it is read by every tile
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(barriers + WGMMA_SCALE), "f"(scale) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         wgmma_proxy_fence();
     }
@@ -810,29 +928,30 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
         // this lane's address for stmatrix: lanes 0-7, 8-15 rows 0-7, 8-15 of the warp's; lanes 16.. the next chunk
         const uint32_t ds_lane = shared + wgmma_at_ds(HS) + (16 * warp + (lane & 15)) * WGMMA_PANEL_BYTES;
         const int ds_chunk = lane >> 4, ds_swizzle = lane & 7;
-        float amax = 0.0f;
+        uint32_t amax = 0; // of two BF16
         float s[S], dk[D], dv[D], dq[32];
         uint32_t p[S / 2], ds[S / 2];
-        int step = 0, round = 0, index = wgmma_next_item(barriers, 0), last_index = 0;
+        float2 lse[S / 4];
+        uint32_t step = 0, round = 0;
+        int j = wgmma_next_item(barriers, 0).j, last_j = 0;
         const uint32_t k_rows = shared + group * 64 * WGMMA_PANEL_BYTES, q_tiles = shared + wgmma_at_q(HS);
         const uint32_t k_columns = shared + (HS == 64 ? 0 : group * WGMMA_ROWS * WGMMA_PANEL_BYTES);
         const uint32_t ds_columns = shared + wgmma_at_ds(HS) + (HS == 64 ? group * WGMMA_ROWS * WGMMA_PANEL_BYTES : 0);
-        if (index < num_items) { wgmma_barrier_wait(barriers + WGMMA_Q_FULL, 0); } // else other blocks took them all
+        if (j >= 0) { wgmma_barrier_wait(barriers + WGMMA_Q_FULL, 0); } // else other blocks took them all
         wgmma_fence();
         wgmma_scores(s, wgmma_operand(k_rows), wgmma_operand(q_tiles));
         wgmma_commit();
 #pragma unroll 1
-        for (; index < num_items; round++) {
-            const WgmmaItem item = wgmma_item(index, x);
-            const int first = item.j * R;
-            int next_index = index;
+        for (; j >= 0; round++) {
+            const int first = j * R;
+            int next = j;
             const uint32_t v_rows =
                 shared + wgmma_at_v(HS) + round % STAGES * KV_BYTES + group * 64 * WGMMA_PANEL_BYTES;
             wgmma_barrier_wait(barriers + WGMMA_V_FULL + round % STAGES * 8, round / STAGES % 2);
 #pragma unroll 1
             for (int i = first; i < num_query_blocks; i++) {
                 // S of this step is on its way
-                const int slot = step % 2;
+                const uint32_t slot = step % 2;
                 const uint32_t q_tile = q_tiles + slot * 2 * Q_BYTES;
                 const float* column_stats = stats_lane + slot * wgmma_stats_floats(HS);
                 {
@@ -840,27 +959,29 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
                     // NOTE: S is waited for before, because ptxas loses count of what came from the loop's last round,
                     // and would serialise all products if it were waited for with dP on its way
                     float dp[S];
+                    wgmma_prefetch<0, EARLY>(lse, column_stats);
                     wgmma_wait<0>();
                     wgmma_touch(s);
                     wgmma_fence();
                     wgmma_scores(dp, wgmma_operand(v_rows), wgmma_operand(q_tile + Q_BYTES));
                     wgmma_commit();
+                    if (i > first && step > 1) { wgmma_finish_dq(barriers, step - 2); }
                     float e[S]; // not s itself, which is an output of wgmma again in this step
 #pragma unroll
                     for (int n = 0; n < S; n++) {
                         e[n] = s[n];
                     }
                     if (i < first + R) { // the key comes after the query
-                        const int seen = limit + WGMMA_ROWS * item.j - QUERIES * i;
+                        const int seen = limit + WGMMA_ROWS * j - QUERIES * i;
 #pragma unroll
                         for (int n = 0; n < S; n++) {
                             if (n / 4 * 8 + n % 2 - n % 4 / 2 * 8 < seen) { e[n] = -INFINITY; }
                         }
                     }
-                    // NOTE: by halves. The whole of e, p and dP at once is more than there are registers
-                    wgmma_probabilities<0, S / 2>(e, p, column_stats, scale_log2);
+                    // NOTE: in two parts. The whole of e, p and dP at once is more than there are registers
+                    wgmma_probabilities<0, EARLY>(e, p, lse, scale_log2);
 #pragma unroll
-                    for (int n = 0; n < S / 4; n++) {
+                    for (int n = 0; n < EARLY / 2; n++) {
                         asm volatile("" ::"r"(p[n]));
                     }
                     // until nobody reads dS of two steps ago any more
@@ -868,9 +989,10 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
                     wgmma_barrier_wait(barriers + WGMMA_DS_EMPTY + slot * 8, (step / 2 + 1) % 2);
                     wgmma_wait<0>();
                     wgmma_touch(dp);
-                    wgmma_score_gradients<0, S / 2>(ds, e, dp, column_stats + QUERIES);
-                    wgmma_probabilities<S / 2, S>(e, p, column_stats, scale_log2);
-                    wgmma_score_gradients<S / 2, S>(ds, e, dp, column_stats + QUERIES);
+                    wgmma_score_gradients<0, EARLY>(ds, e, dp, column_stats + QUERIES);
+                    wgmma_prefetch<EARLY, S>(lse, column_stats);
+                    wgmma_probabilities<EARLY, S>(e, p, lse, scale_log2);
+                    wgmma_score_gradients<EARLY, S>(ds, e, dp, column_stats + QUERIES);
                 }
                 // dS to shared memory
 #pragma unroll
@@ -880,16 +1002,17 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
                                        ((chunk ^ ds_swizzle) << 4),
                                    ds + 4 * n);
                 }
-                wgmma_shared_proxy_fence();
-                __syncwarp();
-                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_DS_FULL + slot * 8); }
 
                 // dv += P^T dout, dk += dS^T q, then the last step's share of dq = dS k
                 wgmma_fence();
                 wgmma_add_gradient(dv, p, wgmma_operand_panels(q_tile + Q_BYTES, Q_BYTES / (HS / 64)), i > first);
                 wgmma_add_gradient(dk, ds, wgmma_operand_panels(q_tile, Q_BYTES / (HS / 64)), i > first);
                 wgmma_commit();
-                const int k_stage = (i > first ? round : round + 1) % 2; // the last step may have been the last item's
+                wgmma_shared_proxy_fence(); // after the products, since it waits for what was stored
+                __syncwarp();
+                if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_DS_FULL + slot * 8); }
+                const uint32_t k_stage = (i > first ? round : round + 1) % 2; // of the last step, which may have been
+                                                                              // the last item's
                 wgmma_barrier_wait(barriers + WGMMA_DS_FULL + (slot ^ 1) * 8, ((step + 1) / 2 + 1) % 2);
                 wgmma_fence();
                 wgmma_dq(dq, wgmma_operand(ds_columns + (slot ^ 1) * DS_BYTES),
@@ -911,12 +1034,10 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
                         wgmma_wait<0>();
                         if (lane == 0 && step > 1) { wgmma_barrier_arrive(barriers + WGMMA_K_EMPTY + k_stage * 8); }
                     }
-                    next_index = wgmma_next_item(barriers, round + 1);
+                    next = wgmma_next_item(barriers, round + 1).j;
                     k_next = k_rows + (round + 1) % 2 * KV_BYTES;
                 }
-                if (next_index < num_items) {
-                    wgmma_barrier_wait(barriers + WGMMA_Q_FULL + step % 2 * 8, step / 2 % 2);
-                }
+                if (next >= 0) { wgmma_barrier_wait(barriers + WGMMA_Q_FULL + step % 2 * 8, step / 2 % 2); }
                 wgmma_fence();
                 wgmma_scores(s, wgmma_operand(k_next), wgmma_operand(q_tiles + step % 2 * 2 * Q_BYTES));
                 wgmma_commit();
@@ -931,12 +1052,14 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
                             wgmma_barrier_arrive(barriers + WGMMA_K_EMPTY + k_stage * 8);
                         }
                     }
-                    amax = wgmma_put_dq<HS>(shared, x, i > first ? index : last_index,
-                                            i > first ? i - 1 : num_query_blocks - 1, dq, step - 2, group, amax);
+                    amax = wgmma_put_dq<HS, FP8>(shared, x, i > first ? round : round - 1, i > first ? j : last_j,
+                                                 i > first ? i - 1 : num_query_blocks - 1, dq, step - 2, group, amax);
                 }
             }
 
             // the end of the item
+            if (step > 1) { wgmma_finish_dq(barriers, step - 2); }
+            const WgmmaItem item = wgmma_read_item(barriers, round);
             uint32_t low[2 * HS / 64][8], high[2 * HS / 64][8]; // dk, dv
 #pragma unroll
             for (int c = 0; c < HS / 64; c++) {
@@ -946,12 +1069,13 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
             // dk and dv leave through v's rows of this warpgroup: dP was the last to read them
             WgmmaTile tile;
             tile.scratch = v_rows;
+            tile.scale = barriers + WGMMA_SCALE;
             tile.b = item.b;
             tile.t = item.j * WGMMA_ROWS + 64 * group;
 #pragma unroll 1
             for (int c = 0; c < 2 * HS / 64; c++) {
                 tile.column = (c < HS / 64 ? x.NH + item.h : 2 * x.NH + item.h) * HS + 64 * (c % (HS / 64));
-                amax = wgmma_emit(x, tile, low[0], high[0], group, amax);
+                amax = wgmma_emit<FP8>(x, tile, low[0], high[0], group, amax);
 #pragma unroll
                 for (int i = 0; i < 8; i++) { // the next tile; one copy of the code, and fewer registers
 #pragma unroll
@@ -964,22 +1088,23 @@ __global__ void __launch_bounds__(WGMMA_THREADS, 1)
             wgmma_shared_proxy_fence();
             __syncwarp();
             if (lane == 0) { wgmma_barrier_arrive(barriers + WGMMA_V_EMPTY + round % STAGES * 8); }
-            last_index = index;
-            index = next_index;
+            last_j = j;
+            j = next;
         }
         if (step > 0) { // the block's last share of dq
-            const int last = (step - 1) % 2, k_stage = (round + 1) % 2;
+            const uint32_t last = (step - 1) % 2, k_stage = (round + 1) % 2;
             wgmma_barrier_wait(barriers + WGMMA_DS_FULL + last * 8, (step - 1) / 2 % 2);
             wgmma_fence();
             wgmma_dq(dq, wgmma_operand(ds_columns + last * DS_BYTES), wgmma_operand(k_columns + k_stage * KV_BYTES));
             wgmma_commit();
             wgmma_wait<0>();
             wgmma_touch(dq);
-            amax = wgmma_put_dq<HS>(shared, x, last_index, num_query_blocks - 1, dq, step - 1, group, amax);
+            amax = wgmma_put_dq<HS, FP8>(shared, x, round - 1, last_j, num_query_blocks - 1, dq, step - 1, group, amax);
+            wgmma_finish_dq(barriers, step - 1);
         }
         wgmma_wait<0>(); // of a block without an item
         if (x.dqkv.amax != NULL) {
-            const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(amax));
+            const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, max(amax << 16, amax & 0xFFFF0000u));
             if (lane == 0 && bits > *(volatile uint32_t*)x.dqkv.amax) { atomicMax((uint32_t*)x.dqkv.amax, bits); }
         }
         if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -1044,7 +1169,7 @@ static inline CUtensorMap wgmma_panel_map(const bf16* x, int B, int T, int heads
     return map;
 }
 
-template <int HS>
+template <int HS, int FP8>
 static inline void wgmma_backward_launch(Device* dev, FormsOut dqkv, float* dbias, const bf16* dout, const bf16* out,
                                          const float* lse, const bf16* qkv, int B, int T, int NH) {
     const WgmmaWorkspace w = wgmma_workspace(B, T, NH, HS);
@@ -1063,10 +1188,10 @@ static inline void wgmma_backward_launch(Device* dev, FormsOut dqkv, float* dbia
                       dout_map = wgmma_panel_map(dout, B, T, NH, HS, queries);
     launch(dev, wgmma_delta_kernel<HS>, (unsigned)(items * WGMMA_ROWS / 64), 256, 0, (float*)workspace, x.counters, dout,
            out, lse, B, T, NH, num_query_blocks);
-    cuda_check(cudaFuncSetAttribute((const void*)wgmma_backward_kernel<HS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    wgmma_shared_bytes(HS)));
-    launch(dev, wgmma_backward_kernel<HS>, (unsigned)(items < sms ? items : sms), WGMMA_THREADS, wgmma_shared_bytes(HS),
-           x, kv_map, q_map, dout_map);
+    cuda_check(cudaFuncSetAttribute((const void*)wgmma_backward_kernel<HS, FP8>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, wgmma_shared_bytes(HS)));
+    launch(dev, wgmma_backward_kernel<HS, FP8>, (unsigned)(items < sms ? items : sms), WGMMA_THREADS,
+           wgmma_shared_bytes(HS), x, kv_map, q_map, dout_map);
     if (dbias != NULL) {
         column_sums_add(dev, ColumnSums{{dbias, NULL, NULL}}, 1, x.partials, B * w.num_blocks * 2, x.cols);
     }
