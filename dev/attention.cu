@@ -380,11 +380,6 @@ int main(int argc, char** argv) {
             size_t bytes = 0;
             int does =
                 kind == 0 || attention_uses_cudnn(dev, shapes[i].B, shapes[i].T, shapes[i].NH, shapes[i].HS, &bytes);
-            if (does && kind > 1) { // both passes, also where AUTO asks for the forward pass only
-                char reason[512];
-                CudnnAttentionShape shape = {shapes[i].B, shapes[i].T, shapes[i].NH, shapes[i].HS};
-                does = cudnn_attention_plan(dev->cudnn, shape, 1, &bytes, reason, sizeof(reason));
-            }
             if (!does) {
                 printf("%-24s does not do B %d, H %d, T %d, D %d\n", device_attention_name(dev), shapes[i].B,
                        shapes[i].NH, shapes[i].T, shapes[i].HS);

@@ -57,7 +57,7 @@ static inline int attention_uses_cudnn(Device* dev, int B, int T, int NH, int HS
     if (dev->cudnn == NULL) { return 0; }
     char reason[512] = "";
     CudnnAttentionShape shape = {B, T, NH, HS};
-    if (cudnn_attention_plan(dev->cudnn, shape, 1, workspace_bytes, reason, sizeof(reason))) { return 1; }
+    if (cudnn_attention_plan(dev->cudnn, shape, workspace_bytes, reason, sizeof(reason))) { return 1; }
     check(dev->attention == ATTENTION_AUTO, "--attention cudnn: B, T, NH, HS = %d, %d, %d, %d: %s", B, T, NH, HS,
           reason);
     if (strstr(dev->attention_name, "builtin for") == NULL) {

@@ -69,7 +69,6 @@ enum { ID_Q = 1, ID_K, ID_V, ID_OUT, ID_LSE, ID_DOUT, ID_DQ, ID_DK, ID_DV };
 
 typedef struct {
     CudnnAttentionShape shape;
-    int with_backward; // 0: there is only `forward`
     std::shared_ptr<fe::graph::Graph> forward, backward;
     size_t forward_bytes, workspace_bytes; // workspace of the forward pass, of the larger of the two
     int supported;
@@ -173,11 +172,9 @@ static int build_graph(CudnnAttention* cudnn, fe::graph::Graph* graph, const cha
     return 0;
 }
 
-// A plan of both passes serves who wants the forward pass; but not when it was refused, perhaps for the other's sake.
-static CudnnAttentionPlan* find_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward) {
+static CudnnAttentionPlan* find_plan(CudnnAttention* cudnn, CudnnAttentionShape shape) {
     for (CudnnAttentionPlan& plan : cudnn->plans) {
-        int serves = plan.with_backward == with_backward || (plan.with_backward && plan.supported);
-        if (serves && memcmp(&plan.shape, &shape, sizeof(shape)) == 0) { return &plan; }
+        if (memcmp(&plan.shape, &shape, sizeof(shape)) == 0) { return &plan; }
     }
     return NULL;
 }
@@ -244,18 +241,17 @@ void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int deterministic)
     cudnn->deterministic = deterministic;
 }
 
-int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward, size_t* workspace_bytes,
-                         char* reason, size_t reason_bytes) {
-    CudnnAttentionPlan* plan = find_plan(cudnn, shape, with_backward);
+int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, size_t* workspace_bytes, char* reason,
+                         size_t reason_bytes) {
+    CudnnAttentionPlan* plan = find_plan(cudnn, shape);
     if (plan == NULL) {
         CudnnAttentionPlan made = {};
         size_t forward_bytes = 0, backward_bytes = 0;
         made.shape = shape;
-        made.with_backward = with_backward;
         try {
             made.forward = forward_graph(shape);
             made.supported = build_graph(cudnn, made.forward.get(), "forward", &forward_bytes, &made.reason);
-            if (made.supported && with_backward) {
+            if (made.supported) {
                 made.backward = backward_graph(shape, cudnn->deterministic);
                 made.supported = build_graph(cudnn, made.backward.get(), "backward", &backward_bytes, &made.reason);
             }
@@ -291,20 +287,20 @@ static void* part_of(const void* qkv, int which, CudnnAttentionShape s) {
     return (char*)qkv + (size_t)which * (size_t)s.NH * (size_t)s.HS * 2; // 2 bytes: BF16
 }
 
-static CudnnAttentionPlan* planned(CudnnAttention* cudnn, CudnnAttentionShape s, int with_backward) {
-    CudnnAttentionPlan* plan = find_plan(cudnn, s, with_backward);
+static CudnnAttentionPlan* planned(CudnnAttention* cudnn, CudnnAttentionShape s) {
+    CudnnAttentionPlan* plan = find_plan(cudnn, s);
     check(plan != NULL && plan->supported, "cuDNN: attention B, T, NH, HS = %d, %d, %d, %d was not planned", s.B, s.T,
           s.NH, s.HS);
     return plan;
 }
 
 size_t cudnn_attention_forward_bytes(CudnnAttention* cudnn, CudnnAttentionShape shape) {
-    return planned(cudnn, shape, 0)->forward_bytes;
+    return planned(cudnn, shape)->forward_bytes;
 }
 
 void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace, void* out, float* lse,
                              const void* qkv, CudnnAttentionShape shape) {
-    CudnnAttentionPlan* plan = planned(cudnn, shape, 0);
+    CudnnAttentionPlan* plan = planned(cudnn, shape);
     std::unordered_map<int64_t, void*> addresses = {{ID_Q, part_of(qkv, 0, shape)},
                                                     {ID_K, part_of(qkv, 1, shape)},
                                                     {ID_V, part_of(qkv, 2, shape)},
@@ -315,7 +311,7 @@ void cudnn_attention_forward(CudnnAttention* cudnn, cudaStream_t stream, void* w
 
 void cudnn_attention_backward(CudnnAttention* cudnn, cudaStream_t stream, void* workspace,
                               CudnnAttentionGradients tensors, CudnnAttentionShape shape) {
-    CudnnAttentionPlan* plan = planned(cudnn, shape, 1);
+    CudnnAttentionPlan* plan = planned(cudnn, shape);
     std::unordered_map<int64_t, void*> addresses = {{ID_Q, part_of(tensors.qkv, 0, shape)},
                                                     {ID_K, part_of(tensors.qkv, 1, shape)},
                                                     {ID_V, part_of(tensors.qkv, 2, shape)},

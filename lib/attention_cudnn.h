@@ -38,10 +38,10 @@ const char* cudnn_attention_version(const CudnnAttention* cudnn); // of the libr
 // NOTE: cuDNN's deterministic backward on Hopper keeps a (T, T) matrix per head in its workspace.
 void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int deterministic);
 
-// Make the plans of a shape (once; kept), of the forward pass only or of both. Returns 1 and the workspace that they
-// need, or 0 when cuDNN cannot do it: then `reason` says why.
-int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward, size_t* workspace_bytes,
-                         char* reason, size_t reason_bytes);
+// Make the plans of a shape's two passes (once; kept). Returns 1 and the workspace that they need, or 0 when cuDNN
+// cannot do it: then `reason` says why.
+int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, size_t* workspace_bytes, char* reason,
+                         size_t reason_bytes);
 
 // What the forward pass alone needs, of a shape that was planned.
 size_t cudnn_attention_forward_bytes(CudnnAttention* cudnn, CudnnAttentionShape shape);
@@ -71,11 +71,10 @@ static inline void cudnn_attention_set_deterministic(CudnnAttention* cudnn, int 
     (void)deterministic;
 }
 
-static inline int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, int with_backward,
-                                       size_t* workspace_bytes, char* reason, size_t reason_bytes) {
+static inline int cudnn_attention_plan(CudnnAttention* cudnn, CudnnAttentionShape shape, size_t* workspace_bytes,
+                                       char* reason, size_t reason_bytes) {
     (void)cudnn;
     (void)shape;
-    (void)with_backward;
     *workspace_bytes = 0;
     snprintf(reason, reason_bytes, "built without cuDNN");
     return 0;
