@@ -39,6 +39,7 @@ mkdir -p "$out"
 failed=0
 printf '%-12s %5s %4s %6s %8s %10s %10s %9s  %s\n' model "" B T "per step" ms tokens/s "peak MiB" program
 
+turn=0 # runs so far
 # run PROGRAM MODEL B T TOKENS PRECISION: one line of the table
 run() {
     local program=$1 model=$2 B=$3 T=$4 tokens=$5 precision=$6
@@ -47,7 +48,8 @@ run() {
         steps=23
         flags=${FLAGS:-}
     fi
-    log=$out/speed_${model/:/_}_${B}_${T}_${precision}_$(basename "$(dirname "$program")").log
+    turn=$((turn + 1))
+    log=$out/speed_${model/:/_}_${B}_${T}_${precision}_$(basename "$(dirname "$program")")_$turn.log
     while sleep 1; do
         nvidia-smi -i "${gpu%%,*}" --query-gpu=memory.used --format=csv,noheader,nounits
     done > "$log.memory" 2> /dev/null &

@@ -891,8 +891,9 @@ static inline int builtin_attention_backward_emits(int T, int HS, int fp8) {
 }
 
 // dqkv (B, T, 3, NH, HS) = (not +=) gradient of qkv, from dout and out (B, T, NH, HS) BF16, lse (B, NH, T) FP32 as
-// the forward pass left it, and qkv. BF16 pointers 16-byte aligned; dqkv must overlap none of the inputs. Asynchronous
-// on dev->stream; needs builtin_attention_workspace_bytes of dev->workspace. What cannot be taken is an error line.
+// the forward pass left it, and qkv. All pointers but lse 16-byte aligned; dqkv must overlap none of the inputs.
+// Asynchronous on dev->stream; needs builtin_attention_workspace_bytes of dev->workspace. What cannot be taken is an
+// error line.
 // Where builtin_attention_backward_emits, dqkv is FP8 forms or `wide`, and dbias (3C) FP32 += column sums of its BF16
 // values unless NULL; elsewhere dqkv is `wide` alone and dbias NULL.
 void builtin_attention_backward(Device* dev, FormsOut dqkv, float* dbias, const bf16* dout, const bf16* out,
@@ -906,7 +907,12 @@ void builtin_attention_backward(Device* dev, FormsOut dqkv, float* dbias, const 
     check(dev->workspace_bytes >= needed,
           "builtin_attention_backward: workspace has %zu bytes, want %zu for B, T, NH, HS = %d, %d, %d, %d",
           dev->workspace_bytes, needed, B, T, NH, HS);
-    check(dqkv.slot == NULL || dqkv.wide == NULL, "builtin_attention_backward: dqkv in FP8 and in BF16, want one");
+    check((dqkv.slot != NULL) != (dqkv.wide != NULL),
+          "builtin_attention_backward: dqkv in %s, want FP8 with a slot, or BF16",
+          dqkv.wide != NULL ? "FP8 and BF16" : "no form");
+    check(((uintptr_t)dqkv.wide | (uintptr_t)dqkv.data | (uintptr_t)dqkv.transposed) % 16 == 0,
+          "builtin_attention_backward: dqkv's forms are at %p, %p, %p, want multiples of 16", (void*)dqkv.wide,
+          (void*)dqkv.data, (void*)dqkv.transposed);
     if (HS == 64) {
         if (dqkv.slot != NULL) {
             wgmma_backward_launch<64, 1>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
@@ -925,7 +931,6 @@ void builtin_attention_backward(Device* dev, FormsOut dqkv, float* dbias, const 
     }
     check(dqkv.slot == NULL && dbias == NULL, "builtin_attention_backward: no FP8 and no bias gradient at head size %d",
           HS);
-    builtin_attention_check_alignment("builtin_attention_backward", "dqkv", dqkv.wide);
     switch (HS) {
     case 16: builtin_attention_backward_launch<16>(dev, dqkv.wide, dout, out, lse, qkv, x); break;
     case 32: builtin_attention_backward_launch<32>(dev, dqkv.wide, dout, out, lse, qkv, x); break;

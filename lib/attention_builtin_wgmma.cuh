@@ -108,7 +108,7 @@ enum {
     WGMMA_DS_EMPTY = 112,
     WGMMA_DQ_FULL = 128,  // of even and of odd steps
     WGMMA_DQ_EMPTY = 144, // one
-    WGMMA_ITEM = 160,     // [4] WgmmaItem: of the last round, which still adds dq, of this one, and of the next
+    WGMMA_ITEM = 160,     // [4] WgmmaItem: of the last round, which still adds dq, this and the next; 4 for % 4
     WGMMA_SCALE = 224,    // float
 };
 
@@ -622,7 +622,7 @@ static __device__ __forceinline__ float wgmma_sum_half(float a, float b, uint32_
     return kept + __shfl_xor_sync(0xFFFFFFFFu, given, d);
 }
 
-// max(a, |b|) of two BF16 each; keeps NaN.
+// max(a, |b|) of two BF16 each; keeps NaN, which is 0x7FFF: as an upper half still above infinity for atomicMax.
 static __device__ __forceinline__ uint32_t wgmma_amax2(uint32_t a, uint32_t b) {
     uint32_t result;
     asm("{\n.reg .b32 absolute;\nabs.bf16x2 absolute, %2;\nmax.NaN.bf16x2 %0, %1, absolute;\n}"
@@ -631,7 +631,7 @@ static __device__ __forceinline__ uint32_t wgmma_amax2(uint32_t a, uint32_t b) {
     return result;
 }
 
-// 16 bytes to global memory, if.
+// 16 bytes to global memory if the condition holds; otherwise `to` may be any address.
 static __device__ __forceinline__ void wgmma_store_if(void* to, uint4 v, int condition) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
                  "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(condition)
@@ -738,12 +738,12 @@ static __device__ __forceinline__ uint32_t wgmma_emit(const WgmmaBackward& x, Wg
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(mine + (8 * eight + 2 * (lane % 4)) * 4), "f"(sums[0]),
                  "f"(sums[1])
                  : "memory");
-    if (FP8) {
+    if constexpr (FP8) {
         uint8_t* const out =
             y.data + first_row * cols + tile.column + (size_t)(warp * 16 + lane / 4) * cols + lane % 4 * 16;
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const uint4 w = raw[n % LOADS];
+        for (int n = 0; n < LOADS; n++) {
+            const uint4 w = raw[n];
             wgmma_store_if(out + (size_t)(8 * n) * cols,
                            make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410),
                                       __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x7632)),
@@ -753,8 +753,8 @@ static __device__ __forceinline__ uint32_t wgmma_emit(const WgmmaBackward& x, Wg
         bf16* const out =
             y.wide + first_row * cols + tile.column + (size_t)(warp * 16 + lane / 8) * cols + lane % 8 * 8;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            wgmma_store_if(out + (size_t)(4 * n) * cols, raw[n % LOADS],
+        for (int n = 0; n < LOADS; n++) {
+            wgmma_store_if(out + (size_t)(4 * n) * cols, raw[n],
                            (int)(warp * 16 + 4 * n + lane / 8) < rows_left);
         }
     }
@@ -871,7 +871,7 @@ static __device__ __forceinline__ void wgmma_score_gradients(uint32_t (&ds)[N / 
     }
 }
 
-// dqkv (B, T, 3, NH, HS) in all its forms, and the sums of its columns over 64 rows.
+// dqkv (B, T, 3, NH, HS) in its FP8 forms or in BF16, and the sums of its columns over 64 rows.
 //   flops    5 products, 5 B NH T^2 HS: 258 G at B,NH,T,HS = 64,12,1024,64, 261 us at 989 TFLOP/s; blocks on
 //            the diagonal are computed whole: 1 + 128 / T of that
 //   bytes    10 B T NH HS read, 6 (BF16 or both E5M2 forms) written; dq's FP32 sums stay in L2
@@ -1186,8 +1186,8 @@ static inline void wgmma_backward_launch(Device* dev, FormsOut dqkv, float* dbia
     const CUtensorMap kv_map = wgmma_panel_map(qkv, B, T, 3 * NH, HS, WGMMA_ROWS),
                       q_map = wgmma_panel_map(qkv, B, T, 3 * NH, HS, queries),
                       dout_map = wgmma_panel_map(dout, B, T, NH, HS, queries);
-    launch(dev, wgmma_delta_kernel<HS>, (unsigned)(items * WGMMA_ROWS / 64), 256, 0, (float*)workspace, x.counters, dout,
-           out, lse, B, T, NH, num_query_blocks);
+    launch(dev, wgmma_delta_kernel<HS>, (unsigned)(items * WGMMA_ROWS / 64), 256, 0, (float*)workspace, x.counters,
+           dout, out, lse, B, T, NH, num_query_blocks);
     cuda_check(cudaFuncSetAttribute((const void*)wgmma_backward_kernel<HS, FP8>,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, wgmma_shared_bytes(HS)));
     launch(dev, wgmma_backward_kernel<HS, FP8>, (unsigned)(items < sms ? items : sms), WGMMA_THREADS,

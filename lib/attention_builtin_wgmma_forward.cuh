@@ -552,7 +552,8 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     const int warp = attention_warp();
 
     if (threadIdx.x < F::ONES_BYTES / 4) {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared + F::AT_ONES + threadIdx.x * 4), "r"(0x3F803F80) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared + F::AT_ONES + threadIdx.x * 4), "r"(0x3F803F80)
+                     : "memory");
         wgmma_proxy_fence();
     }
     if (threadIdx.x < F::TEAMS) {

@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(TRANSPOSE_THREADS)
 // ---------------------------------------------------------------------------------------------------------------------
 // kernel launchers
 
-static inline void classifier_launch(Device* dev, const void* kernel, Classifier args) {
+static inline void classifier_launch(Device* dev, void (*kernel)(Classifier), Classifier args) {
     int num_vectors = args.Vp / BF16_OF_VECTOR, threads = (int)ceil_div((size_t)num_vectors, 32) * 32, at_once = 0;
     threads = threads < CLASSIFIER_THREADS ? threads : CLASSIFIER_THREADS;
     cudaFuncAttributes attributes;
@@ -266,16 +266,7 @@ static inline void classifier_launch(Device* dev, const void* kernel, Classifier
     int blocks = at_once * dev->properties.multiProcessorCount;
     check(blocks > 0, "classifier: %zu bytes of shared memory per block do not fit", shared_bytes);
     blocks = blocks < args.rows ? blocks : args.rows;
-    void* parameters[] = {&args};
-    cudaLaunchAttribute attribute = launch_attribute(dev);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)blocks);
-    config.blockDim = dim3((unsigned)threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = dev->stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    cuda_check(cudaLaunchKernelExC(&config, kernel, parameters));
+    launch(dev, kernel, (unsigned)blocks, (unsigned)threads, shared_bytes, args);
 }
 
 void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, const int* targets, float dloss,
@@ -297,7 +288,7 @@ void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, co
     if (!with_gradient || (dlogits.data == NULL && dlogits.transposed == NULL)) {
         check(!with_gradient || dlogits.wide == logits,
               "classifier: dlogits in BF16 replace the logits, found another place");
-        classifier_launch(dev, (const void*)classifier_kernel<0>, args);
+        classifier_launch(dev, classifier_kernel<0>, args);
         return;
     }
     check_forms("classifier", forms_of_e5m2(dlogits), dlogits.slot, 1, rows, Vp);
@@ -305,13 +296,13 @@ void classifier(Device* dev, E5m2Tensor dlogits, float* losses, bf16* logits, co
     check(dlogits.data != NULL, "classifier: dlogits in FP8 without the row-major form");
     args.data = (uint8_t*)dlogits.data;
     args.slot = dlogits.slot;
-    classifier_launch(dev, (const void*)classifier_kernel<1>, args);
+    classifier_launch(dev, classifier_kernel<1>, args);
     if (dlogits.transposed == NULL) { return; }
     size_t row_tiles = ceil_div((size_t)rows, TRANSPOSE_SIZE);
     check(row_tiles <= 65535, "classifier: %d rows, want at most %d", rows, 65535 * TRANSPOSE_SIZE);
     dim3 grid((unsigned)ceil_div((size_t)Vp, TRANSPOSE_SIZE), (unsigned)row_tiles);
     launch(dev, transpose_codes_kernel, grid, TRANSPOSE_THREADS, 0, (uint8_t*)dlogits.transposed, args.data, rows,
-                                                                        Vp);
+           Vp);
 }
 
 #endif

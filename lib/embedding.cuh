@@ -164,7 +164,7 @@ void embedding_forward(Device* dev, bf16* out, const int* tokens, const bf16* wt
           BF16_OF_VECTOR);
     size_t num_vectors = (size_t)B * T * C / BF16_OF_VECTOR;
     launch(dev, embedding_forward_kernel, (unsigned)ceil_div(num_vectors, 256), 256, 0, out, tokens, wte, wpe,
-                                                                                            num_vectors, T, C);
+           num_vectors, T, C);
 }
 
 void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout, TokenIndex index, int B, int T,
@@ -176,7 +176,7 @@ void embedding_backward(Device* dev, float* dwte, float* dwpe, const bf16* dout,
     check(index.num_buckets > 0, "embedding_backward: empty token index");
     size_t num_vectors = (size_t)T * C / BF16_OF_VECTOR;
     launch(dev, embedding_backward_position_kernel, (unsigned)ceil_div(num_vectors, 128), 128, 0, dwpe, dout, B,
-                                                                                                      num_vectors);
+           num_vectors);
 
     int BT = B * T;
     int length = (int)ceil_div((size_t)BT, EMBEDDING_SEGMENTS);

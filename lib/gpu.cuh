@@ -50,7 +50,7 @@ struct Device {
     cublasLtHandle_t cublaslt;
     void* workspace; // scratch of the op that is running; see device_set_workspace
     size_t workspace_bytes;
-    int early_launch;    // 1: kernels are launched early, see launch. 0 for comparisons
+    int early_launch; // 1: kernels are launched early, see launch. 0 for comparisons
     struct MatmulPlan* matmul_plans; // cache of matmul.cuh, one per shape
     AttentionKind attention;      // see attention_select
     struct CudnnAttention* cudnn; // of attention_cudnn.cpp, NULL when builtin
@@ -250,13 +250,13 @@ void bf16_from_host(Device* dev, bf16* to, const float* from, size_t n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// launches: early (programmatic dependent launch). A kernel's blocks are placed as soon as the kernel before it has none
-// left to place (or, if that is a library's, has ended), and wait in kernel_begin until it has ended and what it wrote can
-// be read. Saved is the way from the end of a kernel to the first instruction of the next, 1 to 2 us.
+// launches: early (programmatic dependent launch). A kernel's blocks are placed as soon as the kernel before it has
+// none left to place (or, if that does not say so, has ended), and wait in kernel_begin until it has ended and what it
+// wrote can be read. Saved is the way from the end of a kernel to the first instruction of the next, 1 to 2 us.
 
 // NOTE: the first line of every kernel that is launched early (scripts/check_wall.sh looks): what stands before it runs
-// beside kernels that were queued earlier, and a kernel without it ends before they do. In an ordinary launch it does
-// nothing.
+// beside kernels that were queued earlier. All of them wait before they end, so the end of one is the end of all before
+// it: a kernel without this line would break that for those behind it. In an ordinary launch it does nothing.
 __device__ static inline void kernel_begin(void) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;"); // the next kernel's blocks are welcome: they wait, too
@@ -282,7 +282,14 @@ static inline void launch(Device* dev, void (*kernel)(Parameters...), dim3 grid,
     config.stream = dev->stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    cuda_check(cudaLaunchKernelEx(&config, kernel, (Parameters)arguments...));
+    cudaError_t status = cudaLaunchKernelEx(&config, kernel, arguments...);
+    if (status != cudaSuccess) { // also what a kernel before this one did wrong
+        const char* name = "?";
+        cudaFuncGetName(&name, (const void*)kernel);
+        check(0, "CUDA: %s (%s) at the launch of %s, grid %u x %u x %u, block %u x %u x %u, %zu bytes of shared memory",
+              cudaGetErrorString(status), cudaGetErrorName(status), name, grid.x, grid.y, grid.z, block.x, block.y,
+              block.z, shared_bytes);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -642,7 +649,7 @@ __device__ static inline void element_store_transposed(const FormsOut& out, uint
 
 // ---------------------------------------------------------------------------------------------------------------------
 // column sums in fixed order: blocks write partial sums (num_partials, cols) into the workspace, a second kernel adds
-// them up, first to last, into the FP32 gradient
+// them up into the FP32 gradient: a lane every 32nd, first to last, then the lanes
 
 #define COLUMN_SUMS 3            // most column sums one op makes (layernorm_backward)
 #define COLUMN_PARTIALS 512      // partial sums per column, at most...

@@ -559,9 +559,9 @@ __global__ void __maxnreg__(128)
 // ---------------------------------------------------------------------------------------------------------------------
 // kernel launchers
 
-// What both launches share; `attribute` must outlive the configuration. The grid is as many strips as run at once, but
-// at most `most`.
-static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribute* attribute, const void* kernel,
+// What both launches share; the two attributes must outlive the configuration. The grid is as many strips as run at
+// once, but at most `most`.
+static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribute attribute[2], const void* kernel,
                                                   LayerNormShape shape, int rows, int most) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)shape.blocks, 1);
@@ -582,7 +582,7 @@ static inline cudaLaunchConfig_t layernorm_config(Device* dev, cudaLaunchAttribu
     cuda_check(cudaOccupancyMaxActiveClusters(&at_once, kernel, &config));
     check(at_once > 0, "layernorm: %zu bytes of shared memory per block do not fit", config.dynamicSmemBytes);
     at_once = at_once < most ? at_once : most;
-    config.numAttrs = 2; // its own placement is no question of occupancy
+    config.numAttrs = 2; // with early launch, which is no matter of occupancy
     config.gridDim.y = (unsigned)(tiles < at_once ? tiles : at_once);
     return config;
 }

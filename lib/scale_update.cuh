@@ -49,7 +49,7 @@ void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int 
     cost_scale_slots(dev, num_slots);
     if (num_slots <= 0) { return; }
     launch(dev, scale_slots_gather_kernel, (unsigned)ceil_div((size_t)num_slots, 128), 128, 0, amaxes, slots,
-                                                                                                   num_slots);
+           num_slots);
 }
 
 void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int num_slots, ScaleRecipe recipe,
