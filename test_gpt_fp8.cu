@@ -1166,6 +1166,42 @@ static void validation_changes_nothing_gpu(void) {
     }
 }
 
+// Kernels that are placed before the one in front of them has ended see what they see when they are not: through the
+// warm-up, when scales move in every step, and after it. The products between are cuBLASLt's, whose kernels may be
+// launched early, too.
+static void early_launch_changes_nothing_gpu(void) {
+    const char* flags_of[] = {"--precision fp8 --fp8-lm-head 1", "--precision bf16",
+                              "--precision fp8 --recipe current"};
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+        return;
+    }
+    for (int i = 0; i < 6; i++) {
+        Arena arena = {};
+        const SmallModel* s = &small_models[i / 3];
+        ParameterTable table = parameter_table(s->config);
+        int num_tokens = 5 * s->B * s->T + 1;
+        char flags[512];
+        snprintf(flags, sizeof(flags), "%s %s", s->shape, flags_of[i % 3]);
+        int* tokens = random_ints(&arena, (size_t)num_tokens, s->config.vocab_size, 77);
+        float* weights = random_weights(&arena, &s->config, 1);
+        Snapshot end[2];
+        HostStep last[2];
+        for (int early = 0; early < 2; early++) {
+            void* session = gpu->open(flags, weights, tokens, num_tokens, CPU_THREADS);
+            gpu->launch_early(session, early);
+            for (int k = 0; k < AMAX_WARMUP + 4; k++) {
+                last[early] = gpu->step(session, 1e-3f);
+            }
+            end[early] = snapshot(&arena, gpu, session, table.num_parameters);
+            gpu->close(session);
+        }
+        expect_same_state(flags, &end[0], &end[1]);
+        expect(memcmp(&last[0], &last[1], sizeof(HostStep)) == 0, "%s: the last step differs", flags);
+        arena_free(&arena);
+    }
+}
+
 // The validation loss is the mean of the losses that a forward pass finds, and of the step's own batch before an
 // update.
 static void losses_agree(void) {
@@ -1227,6 +1263,7 @@ static const NamedTest model_tests[] = {
     {"model_nan_leaves_no_trace", nan_leaves_no_trace},
     {"model_validation_changes_nothing_cpu", validation_changes_nothing_cpu},
     {"model_validation_changes_nothing_gpu", validation_changes_nothing_gpu},
+    {"model_early_launch_changes_nothing_gpu", early_launch_changes_nothing_gpu},
 };
 enum { NUM_MODEL_TESTS = sizeof(model_tests) / sizeof(model_tests[0]) };
 

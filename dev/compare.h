@@ -275,6 +275,7 @@ typedef struct {
     void (*set_weights)(void* session, const float* weights);          // as after loading: moments zero
     // element i of the BF16 copy of tensor `tensor` (no linear weight) that the passes read; returns what it was
     float (*poke)(void* session, int tensor, size_t i, float value);
+    void (*launch_early)(void* session, int on); // see launch in gpu.cuh; the CPU has nothing to launch
 } Floor;
 
 // ---------------------------------------------------------------------------------------------------------------------

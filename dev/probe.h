@@ -464,6 +464,14 @@ static float probe_poke(void* session, int tensor, size_t i, float value) {
     return before;
 }
 
+static void probe_launch_early(void* session, int on) {
+#ifdef CPU_FLOOR
+    (void)session, (void)on;
+#else
+    ((Session*)session)->dev->early_launch = on;
+#endif
+}
+
 #ifdef CPU_FLOOR
 #define PROBE_FLOOR_NAME "CPU"
 #else
@@ -473,7 +481,7 @@ static float probe_poke(void* session, int tensor, size_t i, float value) {
 static const Floor probe_floor = {PROBE_FLOOR_NAME, probe_device_open, probe_device_close, probe_attention_name,
                                   probe_op,         probe_open,        probe_close,        probe_step,
                                   probe_validate,   probe_forward,     probe_grads,        probe_weights,
-                                  probe_slots,      probe_set_weights, probe_poke};
+                                  probe_slots,      probe_set_weights, probe_poke,        probe_launch_early};
 
 #undef PROBE_FLOOR_NAME
 #undef PROBE_GUARD

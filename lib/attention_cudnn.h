@@ -1,7 +1,8 @@
 // Causal attention by cuDNN, behind plain C functions: only attention_cudnn.cpp sees NVIDIA's C++ headers.
 //
 // The program does not link cuDNN: cudnn_attention_open looks for libcudnn.so.9 at run time, so one binary runs with
-// and without it. A binary built without cudnn-frontend's headers (ENABLE_CUDNN not defined) has the stand-ins at the end.
+// and without it. A binary built without cudnn-frontend's headers (ENABLE_CUDNN not defined) has the stand-ins at the
+// end.
 #ifndef ATTENTION_CUDNN_H
 #define ATTENTION_CUDNN_H
 

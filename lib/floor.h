@@ -82,7 +82,7 @@ typedef struct {
 } ResidualAdd;
 
 typedef struct {
-    E5m2Tensor dx;         // out (rows, C): gradient of the residual stream below; wide always, FP8 for the linear below
+    E5m2Tensor dx;         // out (rows, C): gradient of the residual stream below; wide always, FP8 for its linear
     float* dweight;        // (C) +=
     float* dbias;          // (C) +=
     float* dbranch_bias;   // (C) += column sums of dx: bias gradient of the linear below; NULL: none

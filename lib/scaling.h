@@ -2,10 +2,12 @@
 //
 // A slot's life in one optimizer step:
 //   write    kernels quantise q = sat(x * scale), raise `amax` to max |x| (before scaling) and write
-//            descale = 1/scale with the bytes. While the slot warms up, the producing op first runs once only to measure: `jit_amax`.
+//            descale = 1/scale with the bytes. While the slot warms up, the producing op first runs once only to
+//            measure: `jit_amax`.
 //   step     once, after the last micro-step and after `amax` was max-reduced over the ranks (scale_slot_step):
 //              amax == 0       nothing was seen: keep the scale, do not roll the ring
-//              amax finite     into the ring; scale = fp8_max * 2^-margin / (headroom * a), a = max or newest of the ring
+//              amax finite     into the ring; scale = fp8_max * 2^-margin / (headroom * a), a = max or newest of
+//                              the ring
 //              amax Inf, NaN   not into the ring; keep the scale; back to warm-up
 // Formula: Transformer Engine's delayed scaling recipe. Cadence (once per optimizer step) and just-in-time warm-up with
 // self-healing: FP8-LM (Peng et al. 2023, section 2.1) as implemented in MS-AMP.
