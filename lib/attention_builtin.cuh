@@ -914,19 +914,11 @@ void builtin_attention_backward(Device* dev, FormsOut dqkv, float* dbias, const 
           "builtin_attention_backward: dqkv's forms are at %p, %p, %p, want multiples of 16", (void*)dqkv.wide,
           (void*)dqkv.data, (void*)dqkv.transposed);
     if (HS == 64) {
-        if (dqkv.slot != NULL) {
-            wgmma_backward_launch<64, 1>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
-        } else {
-            wgmma_backward_launch<64, 0>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
-        }
+        wgmma_backward_launch<64>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
         return;
     }
     if (HS == 128) {
-        if (dqkv.slot != NULL) {
-            wgmma_backward_launch<128, 1>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
-        } else {
-            wgmma_backward_launch<128, 0>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
-        }
+        wgmma_backward_launch<128>(dev, dqkv, dbias, dout, out, lse, qkv, B, T, NH);
         return;
     }
     check(dqkv.slot == NULL && dbias == NULL, "builtin_attention_backward: no FP8 and no bias gradient at head size %d",

@@ -1169,7 +1169,7 @@ static inline CUtensorMap wgmma_panel_map(const bf16* x, int B, int T, int heads
     return map;
 }
 
-template <int HS, int FP8>
+template <int HS>
 static inline void wgmma_backward_launch(Device* dev, FormsOut dqkv, float* dbias, const bf16* dout, const bf16* out,
                                          const float* lse, const bf16* qkv, int B, int T, int NH) {
     const WgmmaWorkspace w = wgmma_workspace(B, T, NH, HS);
@@ -1188,10 +1188,11 @@ static inline void wgmma_backward_launch(Device* dev, FormsOut dqkv, float* dbia
                       dout_map = wgmma_panel_map(dout, B, T, NH, HS, queries);
     launch(dev, wgmma_delta_kernel<HS>, (unsigned)(items * WGMMA_ROWS / 64), 256, 0, (float*)workspace, x.counters,
            dout, out, lse, B, T, NH, num_query_blocks);
-    cuda_check(cudaFuncSetAttribute((const void*)wgmma_backward_kernel<HS, FP8>,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, wgmma_shared_bytes(HS)));
-    launch(dev, wgmma_backward_kernel<HS, FP8>, (unsigned)(items < sms ? items : sms), WGMMA_THREADS,
-           wgmma_shared_bytes(HS), x, kv_map, q_map, dout_map);
+    auto kernel = dqkv.slot != NULL ? wgmma_backward_kernel<HS, 1> : wgmma_backward_kernel<HS, 0>;
+    cuda_check(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    wgmma_shared_bytes(HS)));
+    launch(dev, kernel, (unsigned)(items < sms ? items : sms), WGMMA_THREADS, wgmma_shared_bytes(HS), x, kv_map, q_map,
+           dout_map);
     if (dbias != NULL) {
         column_sums_add(dev, ColumnSums{{dbias, NULL, NULL}}, 1, x.partials, B * w.num_blocks * 2, x.cols);
     }
