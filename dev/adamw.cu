@@ -30,7 +30,7 @@ static void run_update(Device* dev, const void* args_) {
 }
 
 static void run_params(Device* dev, const void* args_) {
-    params_from_master(dev, ((const Args*)args_)->p);
+    params_from_master(dev, ((const Args*)args_)->p, ((const Args*)args_)->adamw);
 }
 
 static void run_scales(Device* dev, const void* args_) {

@@ -151,6 +151,11 @@ static ParamState probe_param_state(const ProbeArgs* a) {
     return p;
 }
 
+static AdamW probe_adamw(const OpCall* c) {
+    AdamW adamw = {c->lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->grad_clip, c->t, c->stochastic, c->seed};
+    return adamw;
+}
+
 // Ops between the embedding and the classifier that make or read tensors by rows.
 static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
     const OpCall* c = a->call;
@@ -238,13 +243,11 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
     case OP_GLOBAL_NORM:
         global_norm(dev, (StepState*)probe_at(a, "state"), PROBE_F32("grads"), c->n);
         break;
-    case OP_ADAMW_UPDATE: {
-        AdamW adamw = {c->lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->grad_clip, c->t, c->stochastic, c->seed};
-        adamw_update(dev, probe_param_state(a), adamw, (StepState*)probe_at(a, "state"));
+    case OP_ADAMW_UPDATE:
+        adamw_update(dev, probe_param_state(a), probe_adamw(c), (StepState*)probe_at(a, "state"));
         break;
-    }
     case OP_PARAMS_FROM_MASTER:
-        params_from_master(dev, probe_param_state(a));
+        params_from_master(dev, probe_param_state(a), probe_adamw(c));
         break;
     case OP_SCALE_SLOTS_GATHER:
         scale_slots_gather(dev, PROBE_F32("amaxes"), (ScaleSlot*)probe_at(a, "slots"), c->num_slots);

@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(ADAMW_THREADS)
 }
 
 // param and slot amax from the master weights; see adamw_update_kernel.   4 read + 2 written per weight
-__global__ void __launch_bounds__(ADAMW_THREADS) params_from_master_kernel(ParamState p) {
+__global__ void __launch_bounds__(ADAMW_THREADS) params_from_master_kernel(ParamState p, AdamW adamw) {
     kernel_begin();
     size_t layer = blockIdx.y * (p.n / 4), stride = (size_t)gridDim.x * blockDim.x;
     float amax = 0.0f;
     for (size_t k = blockIdx.x * (size_t)blockDim.x + threadIdx.x; k < p.n / 4; k += stride) {
         float4 w = ((const float4*)p.master)[layer + k];
-        if (p.param != NULL) { ((uint2*)p.param)[layer + k] = make_uint2(pack_bf16(w.x, w.y), pack_bf16(w.z, w.w)); }
+        if (p.param != NULL) { ((uint2*)p.param)[layer + k] = adamw_param(w, adamw, p.index / 4 + layer + k); }
         amax = amax4(amax, w);
     }
     if (p.slot != NULL) { raise_amax(&p.slot[blockIdx.y * p.slot_stride].amax, amax); }
@@ -112,9 +112,9 @@ void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state
     launch(dev, adamw_update_kernel, grid, ADAMW_THREADS, 0, p, adamw, correction1, correction2, state);
 }
 
-void params_from_master(Device* dev, ParamState p) {
+void params_from_master(Device* dev, ParamState p, AdamW adamw) {
     dim3 grid = adamw_grid("params_from_master", p);
-    launch(dev, params_from_master_kernel, grid, ADAMW_THREADS, 0, p);
+    launch(dev, params_from_master_kernel, grid, ADAMW_THREADS, 0, p, adamw);
 }
 
 #endif

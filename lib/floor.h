@@ -282,8 +282,9 @@ void loss_add(Device* dev, StepState* state, const float* losses, float factor, 
 void global_norm(Device* dev, StepState* state, const float* grads, size_t n);
 // AdamW (Loshchilov & Hutter 2019, decoupled decay) on p; does nothing when state->skip. Writes param and raises slots.
 void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state);
-// param (to nearest even) and slots from the master weights, without an update: after initialisation or loading
-void params_from_master(Device* dev, ParamState p);
+// param and slots from the master weights, without an update: after initialisation or loading. With adamw.stochastic
+// param gets the bits that update adamw.t left there (of adamw only stochastic, seed and t are read)
+void params_from_master(Device* dev, ParamState p, AdamW adamw);
 // amax of all slots into a flat array (num_slots), NaN as +Inf (NCCL's max drops NaN), ready to be max-reduced
 void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int num_slots);
 // scale_slot_step for every slot; state->slots_warming = how many want a measuring pass next

@@ -1206,9 +1206,8 @@ void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state
     params_update(dev, p, update);
 }
 
-void params_from_master(Device* dev, ParamState p) {
-    AdamW none = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1, 0, 0};
-    ParamUpdate update = {none, 1.0f, 1.0f, 1.0f, 0};
+void params_from_master(Device* dev, ParamState p, AdamW adamw) {
+    ParamUpdate update = {adamw, 1.0f, 1.0f, 1.0f, 0};
     params_update(dev, p, update);
 }
 
