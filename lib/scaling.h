@@ -131,4 +131,48 @@ HOST_DEVICE static inline void scale_slot_step(ScaleSlot* slot, float amax, Scal
     slot->scale = scale_from_amax(scale_slot_ring_amax(slot, recipe), slot->scale, slot->fp8_max, recipe);
 }
 
+static inline int scale_recipe_equal(ScaleRecipe a, ScaleRecipe b) {
+    return a.history == b.history && a.algo == b.algo && a.margin == b.margin && a.headroom == b.headroom;
+}
+
+// Can a slot that a checkpoint holds, of a run with rings of `history`, be one that scale_slot_step made?
+static inline int scale_slot_is_sound(const ScaleSlot* slot, int history) {
+    const float values[] = {slot->scale, slot->descale, slot->fp8_max};
+    int sound = slot->policy >= SLOT_DELAYED && slot->policy <= SLOT_STATIC && slot->warmup >= 0 &&
+                slot->warmup <= AMAX_WARMUP && slot->count >= 0 && slot->count <= history && slot->head >= 0 &&
+                slot->head < history && slot->amax == 0.0f;
+    for (int i = 0; i < 3; i++) {
+        sound = sound && values[i] > 0.0f && is_finite_bits(values[i]);
+    }
+    for (int i = 0; sound && i < slot->count; i++) {
+        sound = slot->history[i] > 0.0f && is_finite_bits(slot->history[i]);
+    }
+    return sound;
+}
+
+// *slot, as scale_slot_init made it for the present run, takes over what `saved` knows from a run with saved_recipe. With
+// the same recipe and policy it becomes `saved` to the bit. With another recipe the ring is laid out anew (its newest
+// entries, oldest first) and the scale follows from it; a tensor that was not FP8 there starts in warm-up.
+static inline void scale_slot_continue(ScaleSlot* slot, const ScaleSlot* saved, ScaleRecipe saved_recipe,
+                                       ScaleRecipe recipe) {
+    SlotPolicy policy = (SlotPolicy)slot->policy;
+    int had_history = saved->policy != SLOT_UNUSED && saved->policy != SLOT_STATIC;
+    if (policy == SLOT_UNUSED || policy == SLOT_STATIC || !had_history) { return; }
+    ScaleSlot empty = *slot;
+    *slot = *saved;
+    slot->policy = policy;
+    if (scale_recipe_equal(saved_recipe, recipe)) { return; }
+    memcpy(slot->history, empty.history, sizeof(slot->history));
+    int count = saved->count < recipe.history ? saved->count : recipe.history;
+    for (int i = 0; i < count; i++) {
+        int age = count - i; // in steps
+        slot->history[i] = saved->history[(saved->head + saved_recipe.history - age) % saved_recipe.history];
+    }
+    slot->count = count;
+    slot->head = count % recipe.history;
+    if (policy != SLOT_WEIGHT) {
+        slot->scale = scale_from_amax(scale_slot_ring_amax(slot, recipe), slot->scale, slot->fp8_max, recipe);
+    }
+}
+
 #endif
