@@ -103,6 +103,14 @@ typedef struct {
     const char* prompt;       // text to continue; "": start from end-of-text
     const char* tokenizer;    // "byte", or a vocabulary folder or file; "": samples are printed as ids
     float floor_loss;         // best reachable loss, shown as a line in log and plot; 0: unknown
+    // checkpoints
+    int checkpoint_every;      // a training checkpoint every N steps and at the end; 0: only when stopped early
+    int keep, keep_every;      // the newest N stay (0: all), and every step that is a multiple of N (0: none)
+    const char* resume;        // "0": no; "1": the newest valid one in output_dir; else where it is
+    float max_minutes;         // stop in time, with a checkpoint; 0: never
+    float checkpoint_memory;   // GiB of pinned host memory; 0: as much as a checkpoint needs, within limits
+    const char* export_llmc;   // folder for an llm.c checkpoint of the last step; "": none
+    int export_llmc_processes; // llm.c processes that are to continue it
     // run
     int log_every;     // a line on the screen every N steps; the log files get every step
     int profile;       // steps whose time is split up by op, once scales are warm; 0: none
@@ -112,6 +120,7 @@ typedef struct {
     int num_processes; // llm.c's -pn; 0: as many as mpirun started
     int process_rank;  // llm.c's -pr; -1: as mpirun says
     int gpus_per_node; // llm.c's -pg; without effect under mpirun, there as here
+    int shape_given; // set by config_parse, no flag: the command line says something about the model's shape
     // derived by config_finish, no flags
     int num_ranks, rank;
     int grad_accum_steps; // micro-steps per optimizer step: total_batch_tokens / (B * T * num_ranks)
@@ -283,15 +292,27 @@ static inline const Flag* config_flags(int* count) {
         {"log-gpu-every", "lg", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "-1|0", "-1",
          "GPU clocks and temperature every N steps"},
 
-        {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Checkpoints and memory"},
-        {"checkpoint-every", "n", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "0", "0",
-         "training state every N steps; --save-model FILE writes the final model"},
-        {"checkpoints-keep", "nk", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "0", "0",
-         "how many training states are kept"},
-        {"checkpoint-major-every", "nm", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "0", "0",
-         "training states that are never deleted"},
-        {"resume", "y", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "0", "0",
-         "continue from the training state in -o"},
+        {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Checkpoints"},
+        {"checkpoint-every", "n", FLAG_INT, FLAG_OF_VIEW, FLAG_AT(checkpoint_every), "0", 0, 2e9, NULL, "N",
+         "checkpoint to -o every N steps and at the end; 0: only when the run is stopped early"},
+        {"keep", "nk", FLAG_INT, FLAG_OF_VIEW, FLAG_AT(keep), "0", 0, 2e9, NULL, "N",
+         "keep the newest N checkpoints; 0: all"},
+        {"keep-every", "nm", FLAG_INT, FLAG_OF_VIEW, FLAG_AT(keep_every), "0", 0, 2e9, NULL, "N",
+         "also keep those whose step is a multiple of N; 0: none"},
+        {"resume", "y", FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(resume), "0", 0, 0, NULL, "0|1|PATH",
+         "1: go on from the newest whole checkpoint in -o, ours or llm.c's, if there is one; PATH: from that checkpoint "
+         "folder, run folder, or llm.c model file with its state files beside it"},
+        {"max-minutes", NULL, FLAG_FLOAT, FLAG_OF_VIEW, FLAG_AT(max_minutes), "0", 0, 1e7, NULL, "F",
+         "stop before F minutes are over, with a checkpoint and exit status 75; 0: never"},
+        {"checkpoint-memory", NULL, FLAG_FLOAT, FLAG_OF_VIEW, FLAG_AT(checkpoint_memory), "0", 0, 1e6, NULL, "GIB",
+         "pinned host memory per rank for checkpoints on their way to disk; 0: a whole checkpoint, if half of the free "
+         "memory is enough"},
+        {"export-llmc", NULL, FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(export_llmc), "", 0, 0, NULL, "DIR",
+         "write the last step as an llm.c checkpoint, which llm.c continues with -y 1 -o DIR"},
+        {"export-llmc-processes", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(export_llmc_processes), "1", 1, 65536, NULL,
+         "N", "for so many llm.c processes; above 1: with -z 1"},
+
+        {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Memory"},
         {"recompute", "r", FLAG_FIXED, FLAG_OF_VIEW, 0, NULL, 0, 0, "0", "0",
          "recomputing activations in the backward pass to save memory"},
 
@@ -682,6 +703,9 @@ static inline void config_parse(TrainConfig* train, GptConfig* gpt, int argc, ch
         }
         const Flag* flag = config_find_flag(argv[i]);
         const char* equals = argv[i][1] == '-' ? strchr(argv[i], '=') : NULL;
+        int is_shape = flag->offset == FLAG_AT(model) ||
+                       (flag->offset >= FLAG_AT(num_layers) && flag->offset <= FLAG_AT(vocab_size));
+        train->shape_given |= is_shape && flag->type != FLAG_FIXED;
         if (flag->type == FLAG_SWITCH) {
             check(equals == NULL, "--%s takes no value, found '%s'", flag->name, argv[i]);
             config_set(train, flag, "1");
@@ -749,6 +773,10 @@ static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int n
           "--overfit-single-batch (-a) trains on a validation batch: give --val-data (-j)");
     check(train->train_data[0] != 0 || train->overfit_single_batch || train->max_steps == 0 || train->dry_run,
           "no training data: give --train-data (-i) 'GLOB'");
+    int resumes_here = strcmp(train->resume, "1") == 0, wants_folder = train->checkpoint_every > 0 || resumes_here;
+    check((!wants_folder && train->max_minutes == 0.0f) || train->output_dir[0] != 0,
+          "%s wants --output-dir (-o): that is where checkpoints are", train->checkpoint_every > 0 ?
+          "--checkpoint-every (-n)" : resumes_here ? "--resume (-y) 1" : "--max-minutes");
     train->grad_accum_steps = (int)(total / micro_tokens);
     train->num_ranks = num_ranks;
     train->rank = rank;
@@ -828,6 +856,63 @@ static inline void config_print(FILE* out, const TrainConfig* train, const GptCo
     if (train->lr_schedule == SCHEDULE_CONSTANT && train->warmup_steps > 0) {
         fprintf(out, "note: --lr-schedule constant has no warm-up, as in llm.c: --warmup-steps does nothing\n");
     }
+}
+
+// All settings as text, "name=value" lines in the order of the table (a newline inside a value becomes a space): what a
+// checkpoint remembers of them. malloc'ed.
+static inline char* config_to_text(const TrainConfig* train) {
+    int count;
+    const Flag* flags = config_flags(&count);
+    char* text = NULL;
+    size_t size = 0;
+    FILE* f = open_memstream(&text, &size);
+    check(f != NULL, "out of host memory for the settings");
+    for (const Flag* flag = flags; flag < flags + count; flag++) {
+        if (flag->type == FLAG_HEADING || flag->type == FLAG_FIXED) {
+            continue;
+        }
+        char value[512];
+        fprintf(f, "%s=", flag->name);
+        for (const char* c = flag->type == FLAG_STRING ? *(const char* const*)((const char*)train + flag->offset)
+                                                       : config_get(train, flag, value, sizeof(value)); *c; c++) {
+            fputc(*c == '\n' ? ' ' : *c, f);
+        }
+        fputc('\n', f);
+    }
+    fclose_or_die(f, "the settings");
+    return text;
+}
+
+// What the numbers of a run depend on and `text` (of config_to_text) has otherwise, as "precision bf16 -> fp8, ..." into
+// out (size): a FLAG_OF_RUN row that is new since then counts as its default was. Returns how many differ.
+static inline int config_changes(const TrainConfig* train, const char* text, char* out, size_t size) {
+    int count, changes = 0;
+    size_t used = 0;
+    const Flag* flags = config_flags(&count);
+    out[0] = 0;
+    for (const Flag* flag = flags; flag < flags + count; flag++) {
+        if (flag->type == FLAG_HEADING || flag->type == FLAG_FIXED || flag->scope != FLAG_OF_RUN) {
+            continue;
+        }
+        const char* was = flag->preset;
+        size_t was_length = strlen(was), name_length = strlen(flag->name);
+        for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+            if (strncmp(line, flag->name, name_length) == 0 && line[name_length] == '=') {
+                was = line + name_length + 1;
+                was_length = strcspn(was, "\n");
+            }
+        }
+        char value[512];
+        const char* is = flag->type == FLAG_STRING ? *(const char* const*)((const char*)train + flag->offset)
+                                                   : config_get(train, flag, value, sizeof(value));
+        if (strlen(is) != was_length || strncmp(is, was, was_length) != 0) {
+            int length = snprintf(out + used, size - used, "%s%s %.*s -> %s", changes > 0 ? ", " : "", flag->name,
+                                  (int)was_length, was, is);
+            used = used + (size_t)length < size ? used + (size_t)length : size - 1;
+            changes++;
+        }
+    }
+    return changes;
 }
 
 // Length of the valid UTF-8 sequence that starts at `text`, or 0.

@@ -8,8 +8,13 @@
 //                        {"type": "step", "step", "tokens", "loss", "grad_norm", "lr", "ms", "tokens_per_s",
 //                         "roofline_fraction", "loss_z", "grad_norm_z", "skipped", "slots_warming"}
 //                        {"type": "val", "step", "tokens", "loss"} and {"type": "eval", "step", "accuracy"},
-//                        {"type": "profile", "step", "profile": what profile_write_json writes};
+//                        {"type": "profile", "step", "profile": what profile_write_json writes},
+//                        {"type": "checkpoint", "step", "bytes", "write_s", "gb_per_s", "delay_s"},
+//                        {"type": "resume", "step", "from", "changes", "config"};
 //                        what is not finite or not known is null
+//
+// A run that is continued from a checkpoint continues its logs: lines of steps that will be done again move to
+// main.log.cut and metrics.jsonl.cut, so that the log reads as if the run had never been interrupted.
 //
 // Only rank 0 writes. Every line is flushed when it is written, so that a killed run has its log and a full disk stops
 // the run with one error line instead of losing it silently.
@@ -135,6 +140,14 @@ static inline void logger_flush(FILE* f, const char* path) {
     check(fflush(f) == 0 && !ferror(f), "cannot write '%s': %s", path, strerror(errno));
 }
 
+static inline void logger_open_files(Logger* logger, const TrainConfig* train, const char* mode) {
+    logger_make_folder(train->output_dir);
+    logger->main_log_path = logger_path(train->output_dir, "main.log");
+    logger->metrics_path = logger_path(train->output_dir, "metrics.jsonl");
+    logger->main_log = fopen_or_die(logger->main_log_path, mode);
+    logger->metrics = fopen_or_die(logger->metrics_path, mode);
+}
+
 // Start the log files of this run in train->output_dir, which is made when it does not exist; logs of an earlier run
 // there are overwritten, as in llm.c. Without --output-dir, and on every rank but 0, nothing is opened and the calls
 // below do nothing.
@@ -143,13 +156,77 @@ static inline void logger_open(Logger* logger, const TrainConfig* train, const G
     if (train->output_dir[0] == 0 || train->rank != 0) {
         return;
     }
-    logger_make_folder(train->output_dir);
-    logger->main_log_path = logger_path(train->output_dir, "main.log");
-    logger->metrics_path = logger_path(train->output_dir, "metrics.jsonl");
-    logger->main_log = fopen_or_die(logger->main_log_path, "w");
-    logger->metrics = fopen_or_die(logger->metrics_path, "w");
+    logger_open_files(logger, train, "w");
     fprintf(logger->metrics, "{\"type\": \"config\", \"config_hash\": \"%016llx\", \"config\": ",
             (unsigned long long)config_hash(train, gpt));
+    config_write_json(logger->metrics, train, gpt);
+    fprintf(logger->metrics, "}\n");
+    logger_flush(logger->metrics, logger->metrics_path);
+}
+
+// Does the line of a log speak of step `step` or a later one, which a run continued there will write again? What came of
+// checkpoints and resumes at `step` itself stays; so does a line that names no step. A last line without its end (the
+// process was killed while writing it) goes.
+static inline int logger_is_cut(const char* line, int step) {
+    const char* at = strncmp(line, "s:", 2) == 0 ? line + 2 : strstr(line, "\"step\": ");
+    if (strchr(line, '\n') == NULL) { return 1; }
+    if (at == NULL || strstr(line, "{\"type\": \"config\"") == line) { return 0; }
+    long long of = atoll(*at == '"' ? at + strlen("\"step\": ") : at);
+    int is_event = strstr(line, "{\"type\": \"checkpoint\"") == line || strstr(line, "{\"type\": \"resume\"") == line;
+    return is_event ? of > step : of >= step;
+}
+
+// Take the lines that logger_is_cut names out of the file at `path` and append them to PATH.cut. The file is replaced by
+// a whole new one; a file that does not exist has nothing to cut.
+static inline void logger_cut(const char* path, int step) {
+    FILE* from = fopen(path, "r");
+    if (from == NULL) {
+        check(errno == ENOENT, "cannot open '%s' for reading: %s", path, strerror(errno));
+        return;
+    }
+    size_t length = strlen(path), size = 0;
+    char *kept_path = (char*)malloc_or_die(length + 5), *cut_path = (char*)malloc_or_die(length + 5), *line = NULL;
+    snprintf(kept_path, length + 5, "%s.tmp", path);
+    snprintf(cut_path, length + 5, "%s.cut", path);
+    FILE *kept = fopen_or_die(kept_path, "w"), *cut = NULL;
+    while (getline(&line, &size, from) != -1) {
+        if (!logger_is_cut(line, step)) {
+            fwrite_or_die(line, strlen(line), kept, kept_path);
+            continue;
+        }
+        if (cut == NULL) { cut = fopen_or_die(cut_path, "a"); }
+        fwrite_or_die(line, strlen(line), cut, cut_path);
+        if (strchr(line, '\n') == NULL) { fwrite_or_die("\n", 1, cut, cut_path); }
+    }
+    check(!ferror(from), "cannot read '%s': %s", path, strerror(errno));
+    fclose(from);
+    if (cut != NULL) { fclose_or_die(cut, cut_path); }
+    fclose_or_die(kept, kept_path);
+    check(rename(kept_path, path) == 0, "cannot move '%s' into place: %s", kept_path, strerror(errno));
+    free(line);
+    free(kept_path);
+    free(cut_path);
+}
+
+// Go on with the log files in train->output_dir at step `step`, as the head of this file says. `from` is where the run
+// comes from, `changes` what is set otherwise (config_changes). Ranks and missing folder as in logger_open.
+static inline void logger_continue(Logger* logger, const TrainConfig* train, const GptConfig* gpt, int step,
+                                   const char* from, const char* changes) {
+    memset(logger, 0, sizeof(*logger));
+    if (train->output_dir[0] == 0 || train->rank != 0) {
+        return;
+    }
+    char* paths[] = {logger_path(train->output_dir, "main.log"), logger_path(train->output_dir, "metrics.jsonl")};
+    for (int i = 0; i < 2; i++) {
+        logger_cut(paths[i], step);
+        free(paths[i]);
+    }
+    logger_open_files(logger, train, "a");
+    fprintf(logger->metrics, "{\"type\": \"resume\", \"step\": %d, \"from\": ", step);
+    config_write_json_string(logger->metrics, from);
+    fprintf(logger->metrics, ", \"changes\": ");
+    config_write_json_string(logger->metrics, changes);
+    fprintf(logger->metrics, ", \"config_hash\": \"%016llx\", \"config\": ", (unsigned long long)config_hash(train, gpt));
     config_write_json(logger->metrics, train, gpt);
     fprintf(logger->metrics, "}\n");
     logger_flush(logger->metrics, logger->metrics_path);
@@ -207,6 +284,19 @@ static inline void logger_log_eval(Logger* logger, int step, float accuracy) {
     logger_flush(logger->main_log, logger->main_log_path);
     fprintf(logger->metrics, "{\"type\": \"eval\", \"step\": %d", step);
     logger_json_number(logger->metrics, "accuracy", (double)accuracy, 9);
+    fprintf(logger->metrics, "}\n");
+    logger_flush(logger->metrics, logger->metrics_path);
+}
+
+// A checkpoint of `bytes` after `step` updates is complete: written in write_s seconds, delay_s of which training waited.
+static inline void logger_log_checkpoint(Logger* logger, int step, uint64_t bytes, double write_s, double delay_s) {
+    if (logger->main_log == NULL) {
+        return;
+    }
+    fprintf(logger->metrics, "{\"type\": \"checkpoint\", \"step\": %d, \"bytes\": %llu", step, (unsigned long long)bytes);
+    logger_json_number(logger->metrics, "write_s", write_s, 4);
+    logger_json_number(logger->metrics, "gb_per_s", write_s > 0.0 ? 1e-9 * (double)bytes / write_s : NAN, 4);
+    logger_json_number(logger->metrics, "delay_s", delay_s, 4);
     fprintf(logger->metrics, "}\n");
     logger_flush(logger->metrics, logger->metrics_path);
 }

@@ -1,0 +1,128 @@
+// What a training checkpoint remembers of a run beside weights, moments and FP8 slots: where it stands, and under which
+// settings. Two sections of common.bin (snapshot.h):
+//
+//     run      one RunState
+//     config   the settings as text, config_to_text
+//
+// Everything random in a run is a function of the seed and a counter (rng.h), so numbers are all that has to be kept.
+#ifndef RUN_STATE_H
+#define RUN_STATE_H
+
+#include "check.h"
+
+#include <limits.h>
+
+#include "config.h"
+#include "dataloader.h"
+#include "logger.h"
+
+enum { RUN_STATE_VERSION = 1 };
+
+// Fixed-width members only, no padding: these bytes are the file.
+typedef struct {
+    int64_t version;
+    int64_t step;        // steps done; the next one has this number
+    int64_t num_updates; // updates applied, AdamW's t: skipped steps are not among them
+    int64_t tokens;      // trained on so far
+    int64_t seed, stochastic; // how BF16 parameters were last rounded: with adamw.t = num_updates
+    // the model
+    int64_t max_seq_len, vocab_size, padded_vocab_size, num_layers, num_heads, channels, num_parameters;
+    // who computed: shard_%05d.bin of every rank, tokens of a window of the data
+    int64_t num_ranks, window_tokens;
+    // the data: where the loader stood behind the last batch that was trained on, and in which files
+    int64_t data_epoch, data_shard, data_window, data_fingerprint;
+    // FP8 slots of every rank
+    int64_t num_slots, slot_bytes, amax_history, amax_algo, margin;
+    double headroom;
+    // the loop
+    int64_t skips_in_a_row; // steps without an update that were not finite
+    OutlierDetector loss_outliers, norm_outliers;
+} RunState;
+
+// The shape that the checkpoint's model has, checked; `origin` is for the message.
+static inline GptConfig run_state_shape(const RunState* state, const char* origin) {
+    const int64_t* values[] = {&state->max_seq_len, &state->vocab_size, &state->padded_vocab_size,
+                               &state->num_layers, &state->num_heads, &state->channels};
+    for (int i = 0; i < 6; i++) {
+        check(*values[i] > 0 && *values[i] <= INT_MAX, "'%s': a dimension of the model is %lld", origin,
+              (long long)*values[i]);
+    }
+    GptConfig gpt = {(int)state->max_seq_len, (int)state->vocab_size, (int)state->padded_vocab_size,
+                     (int)state->num_layers, (int)state->num_heads, (int)state->channels};
+    gpt_check(&gpt, origin);
+    return gpt;
+}
+
+// 0 when `state` is one that a run can have written, else 1 with one line in why (size) that names `path`.
+static inline int run_state_check(const RunState* state, const char* path, char* why, size_t size) {
+    const int64_t counts[] = {state->step, state->num_updates, state->num_ranks - 1, state->window_tokens - 1,
+                              state->data_epoch, state->data_shard, state->data_window, state->num_slots,
+                              state->amax_history - 1, state->skips_in_a_row, state->step - state->num_updates};
+    const OutlierDetector* detectors[] = {&state->loss_outliers, &state->norm_outliers};
+    if (state->version != RUN_STATE_VERSION) {
+        snprintf(why, size, "'%s' is a checkpoint of version %lld, want %d", path, (long long)state->version,
+                 RUN_STATE_VERSION);
+        return 1;
+    }
+    for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        if (counts[i] < 0 || counts[i] > INT_MAX) {
+            snprintf(why, size, "'%s' is damaged: a counter of the run (number %zu) is %lld, want 0 to %d", path, i,
+                     (long long)counts[i], INT_MAX);
+            return 1;
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        const OutlierDetector* d = detectors[i];
+        if (d->count < 0 || d->count > OUTLIER_WINDOW || d->next < 0 || d->next >= OUTLIER_WINDOW) {
+            snprintf(why, size, "'%s' is damaged: %d values and place %d in a window of %d", path, d->count, d->next,
+                     OUTLIER_WINDOW);
+            return 1;
+        }
+    }
+    if (state->amax_history > AMAX_HISTORY_MAX || state->slot_bytes != (int64_t)sizeof(ScaleSlot)) {
+        snprintf(why, size, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
+                 (long long)state->amax_history, (long long)state->slot_bytes, AMAX_HISTORY_MAX, sizeof(ScaleSlot));
+        return 1;
+    }
+    return 0;
+}
+
+// A fingerprint of the loader's files: their names without folders, their number and their tokens (FNV-1a).
+static inline int64_t run_data_fingerprint(const DataLoader* loader) {
+    uint64_t hash = config_fnv1a(0xcbf29ce484222325ull, &loader->num_tokens, sizeof(loader->num_tokens));
+    for (int i = 0; i < loader->num_shards; i++) {
+        const char* slash = strrchr(loader->paths[i], '/');
+        const char* name = slash != NULL ? slash + 1 : loader->paths[i];
+        hash = config_fnv1a(hash, name, strlen(name) + 1);
+    }
+    return (int64_t)(hash >> 1);
+}
+
+typedef enum {
+    DATA_SAME,      // the very next batch follows
+    DATA_REORDERED, // other windows (B, T or ranks): as many tokens are left of the epoch, in another order
+    DATA_OTHER      // other files: from their beginning
+} DataContinuation;
+
+// Put `loader` where the run of `state` left the data.
+static inline DataContinuation run_state_seek(const RunState* state, DataLoader* loader) {
+    DataPosition at = {(uint64_t)state->data_epoch, (uint64_t)state->data_shard, (uint64_t)state->data_window};
+    if (state->data_fingerprint != run_data_fingerprint(loader) || at.shard >= (uint64_t)loader->num_shards) {
+        dataloader_rewind(loader);
+        return DATA_OTHER;
+    }
+    int64_t window_tokens = dataloader_window_tokens(&loader->options);
+    if (window_tokens == state->window_tokens) {
+        dataloader_seek(loader, at);
+        return DATA_SAME;
+    }
+    uint64_t taken = at.window * (uint64_t)state->window_tokens / (uint64_t)window_tokens;
+    at.window = 0;
+    dataloader_seek(loader, at); // which shard it is depends on the order of shards that the new windows lead to
+    uint64_t there = (uint64_t)loader->windows[loader->shard_order[at.shard]];
+    at.window = taken < there ? taken : there;
+    dataloader_seek(loader, at);
+    return DATA_REORDERED;
+}
+
+#endif
