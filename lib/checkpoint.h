@@ -5,7 +5,8 @@
 //     here     one flat FP32 array (num_parameters) in that order
 //
 // Written to PATH.tmp, synced and renamed, so that PATH is always a whole file or absent. On reading magic, version,
-// shape and exact size are checked before anything is allocated.
+// shape and exact size are checked before anything is allocated. Every function that can fail comes in two: `try` leaves
+// one line in why (CHECKPOINT_WHY bytes) and returns, the other ends the process with that line.
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
 
@@ -20,6 +21,7 @@
 #include "tensors.h"
 
 enum { MODEL_FILE_MAGIC = 20240326, MODEL_FILE_FP32 = 3, MODEL_FILE_BF16 = 5, MODEL_FILE_HEADER_BYTES = 1024 };
+enum { CHECKPOINT_WHY = 512 }; // bytes of a line that says why a file was refused or could not be written
 
 // float -> BF16 bits, nearest even; a NaN stays one (its quiet bit is set, so that cutting cannot make it infinite).
 static inline uint16_t bf16_bits_from_float(float x) {
@@ -33,66 +35,221 @@ static inline uint16_t bf16_bits_from_float(float x) {
 // BF16 bits -> float, exact.
 static inline float float_from_bf16_bits(uint16_t bits) { return bits_float((uint32_t)bits << 16); }
 
-// Read and check the header of the model file at `path` and its size. Returns the version (3 or 5).
-static inline int checkpoint_read_config(GptConfig* gpt, const char* path) {
-    int64_t size = file_size_or_die(path);
-    check(size >= MODEL_FILE_HEADER_BYTES, "'%s' is no llm.c model file: %lld bytes, want a header of %d", path,
-          (long long)size, MODEL_FILE_HEADER_BYTES);
-    FILE* f = fopen_or_die(path, "rb");
+// why = the printed line, cut at CHECKPOINT_WHY; returns 1.
+__attribute__((format(printf, 2, 3))) static inline int checkpoint_refuse(char* why, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, CHECKPOINT_WHY, format, args);
+    va_end(args);
+    return 1;
+}
+
+// gpt_check (config.h) for a shape that was read from the file at `path`: 0, or 1 and the reason in `why`.
+static inline int checkpoint_check_shape(const GptConfig* gpt, const char* path, char* why) {
+    int C = gpt->channels, NH = gpt->num_heads, L = gpt->num_layers;
+    if (L < 1 || L > 1024) {
+        return checkpoint_refuse(why, "%s: %d layers, want 1 to 1024", path, L);
+    }
+    if (C < 16 || C > 65536 || C % 16 != 0) {
+        return checkpoint_refuse(why, "%s: %d channels, want a multiple of 16 up to 65536", path, C);
+    }
+    if (NH < 1 || C % NH != 0) {
+        return checkpoint_refuse(why, "%s: %d channels do not divide into %d heads", path, C, NH);
+    }
+    if (C / NH % 8 != 0 || C / NH > 256) {
+        return checkpoint_refuse(why, "%s: head size %d (%d channels / %d heads), want a multiple of 8 up to 256", path,
+                                 C / NH, C, NH);
+    }
+    if (gpt->max_seq_len < 1 || gpt->max_seq_len > 1048576) {
+        return checkpoint_refuse(why, "%s: max_seq_len %d, want 1 to 1048576", path, gpt->max_seq_len);
+    }
+    if (gpt->vocab_size < 1 || gpt->vocab_size > 65536) {
+        return checkpoint_refuse(why, "%s: vocabulary of %d, want 1 to 65536 (16-bit tokens)", path, gpt->vocab_size);
+    }
+    int padded = gpt_pad_vocab(gpt->vocab_size);
+    if (gpt->padded_vocab_size != padded) {
+        return checkpoint_refuse(why, "%s: padded vocabulary of %d, want %d for %d tokens", path,
+                                 gpt->padded_vocab_size, padded, gpt->vocab_size);
+    }
+    return 0;
+}
+
+// Open a regular file for reading and say how long it is. NULL, with the reason in `why`, when there is none.
+static inline FILE* checkpoint_open(const char* path, int64_t* size, char* why) {
+    struct stat st;
+    if (stat(path, &st) != 0) {
+        checkpoint_refuse(why, "cannot open '%s': %s", path, strerror(errno));
+        return NULL;
+    }
+    if (!S_ISREG(st.st_mode)) { // asked first: opening a pipe would wait for its writer
+        checkpoint_refuse(why, "'%s' is not a regular file", path);
+        return NULL;
+    }
+    FILE* f = fopen(path, "rb");
+    if (f == NULL) {
+        checkpoint_refuse(why, "cannot open '%s' for reading: %s", path, strerror(errno));
+    }
+    *size = (int64_t)st.st_size;
+    return f;
+}
+
+// Check header and size of the open model file `f` of `size` bytes: shape and version (3 or 5) are returned, `f` stands
+// at the first parameter. 0, or 1 and the reason in `why`.
+static inline int checkpoint_check_header(FILE* f, int64_t size, const char* path, GptConfig* gpt, int* version,
+                                          char* why) {
+    if (size < MODEL_FILE_HEADER_BYTES) {
+        return checkpoint_refuse(why, "'%s' is no llm.c model file: %lld bytes, want a header of %d", path,
+                                 (long long)size, MODEL_FILE_HEADER_BYTES);
+    }
     int32_t header[256];
-    fread_or_die(header, sizeof(header), f, path);
-    fclose_or_die(f, path);
-    check(header[0] == MODEL_FILE_MAGIC, "'%s' is no llm.c model file: first word %d, want %d", path, header[0],
-          MODEL_FILE_MAGIC);
-    check(header[1] == MODEL_FILE_FP32 || header[1] == MODEL_FILE_BF16,
-          "'%s' is a model file of version %d, want 5 (BF16) or 3 (FP32)", path, header[1]);
+    if (fread(header, sizeof(header), 1, f) != 1) {
+        return checkpoint_refuse(why, "'%s' is truncated or unreadable: no header", path);
+    }
+    if (header[0] != MODEL_FILE_MAGIC) {
+        return checkpoint_refuse(why, "'%s' is no llm.c model file: first word %d, want %d", path, header[0],
+                                 MODEL_FILE_MAGIC);
+    }
+    if (header[1] != MODEL_FILE_FP32 && header[1] != MODEL_FILE_BF16) {
+        return checkpoint_refuse(why, "'%s' is a model file of version %d, want 5 (BF16) or 3 (FP32)", path, header[1]);
+    }
     GptConfig found = {header[2], header[3], header[7], header[4], header[5], header[6]};
-    gpt_check(&found, path); // also bounds the products below
+    if (checkpoint_check_shape(&found, path, why) != 0) { // also bounds the products below
+        return 1;
+    }
     int64_t num_parameters = (int64_t)gpt_num_parameters(&found);
     int64_t want = MODEL_FILE_HEADER_BYTES + num_parameters * (header[1] == MODEL_FILE_BF16 ? 2 : 4);
-    check(size == want, "'%s' is damaged: %lld bytes, want %lld for the %lld parameters that its header announces",
-          path, (long long)size, (long long)want, (long long)num_parameters);
+    if (size != want) {
+        return checkpoint_refuse(why, "'%s' is damaged: %lld bytes, want %lld for the %lld parameters that its header "
+                                 "announces", path, (long long)size, (long long)want, (long long)num_parameters);
+    }
     *gpt = found;
-    return header[1];
+    *version = header[1];
+    return 0;
+}
+
+// Open the model file at `path` and check header and size: shape and version (3 or 5) are returned, the file stands at
+// its first parameter. NULL, with the reason in `why`, when anything is wrong.
+static inline FILE* checkpoint_open_model(const char* path, GptConfig* gpt, int* version, char* why) {
+    int64_t size;
+    FILE* f = checkpoint_open(path, &size, why);
+    if (f != NULL && checkpoint_check_header(f, size, path, gpt, version, why) != 0) {
+        fclose(f);
+        f = NULL;
+    }
+    return f;
+}
+
+// Read the next n parameters of a model file, widened to FP32. 0, or 1 when the file ends or cannot be read.
+static inline int checkpoint_read_parameters(FILE* f, int version, float* out, size_t n) {
+    if (version == MODEL_FILE_FP32) {
+        return fread(out, sizeof(float), n, f) != n;
+    }
+    // The bytes are read into the upper half of `out` and widened from its front. Value i is read at 2n + 2i and written
+    // to 4i..4i+3, never over what is still to be read: 4i + 4 <= 2n + 2(i + 1) for every i < n.
+    unsigned char* half = (unsigned char*)out + 2 * n;
+    if (fread(half, 2, n, f) != n) {
+        return 1;
+    }
+    for (size_t i = 0; i < n; i++) {
+        uint16_t bits;
+        memcpy(&bits, half + 2 * i, sizeof(bits));
+        out[i] = float_from_bf16_bits(bits);
+    }
+    return 0;
 }
 
 // Read the model file at `path`: its shape into *gpt and its parameters, widened to FP32, into *params (num_parameters,
-// allocated here, freed by the caller).
-static inline void checkpoint_read_model(const char* path, GptConfig* gpt, float** params) {
-    int version = checkpoint_read_config(gpt, path);
-    size_t n = gpt_num_parameters(gpt);
-    float* out = (float*)malloc_or_die(n * sizeof(float));
-    FILE* f = fopen_or_die(path, "rb");
-    fseek_or_die(f, MODEL_FILE_HEADER_BYTES, path);
-    if (version == MODEL_FILE_FP32) {
-        fread_or_die(out, n * sizeof(float), f, path);
-    } else {
-        // The bytes are read into the upper half of `out` and widened from its front. Value i is read at 2n + 2i and
-        // written to 4i..4i+3, never over what is still to be read: 4i + 4 <= 2n + 2(i + 1) for every i < n.
-        unsigned char* half = (unsigned char*)out + 2 * n;
-        fread_or_die(half, 2 * n, f, path);
-        for (size_t i = 0; i < n; i++) {
-            uint16_t bits;
-            memcpy(&bits, half + 2 * i, sizeof(bits));
-            out[i] = float_from_bf16_bits(bits);
-        }
+// allocated here, freed by the caller). 0, or 1 with the reason in `why` (CHECKPOINT_WHY); nothing is allocated then.
+static inline int checkpoint_try_read_model(const char* path, GptConfig* gpt, float** params, char* why) {
+    int version;
+    FILE* f = checkpoint_open_model(path, gpt, &version, why);
+    if (f == NULL) {
+        return 1;
     }
-    fclose_or_die(f, path);
+    size_t n = gpt_num_parameters(gpt);
+    float* out = (float*)malloc(n * sizeof(float));
+    int failed = 0;
+    if (out == NULL) {
+        failed = checkpoint_refuse(why, "out of host memory: '%s' wants %zu bytes", path, n * sizeof(float));
+    } else if (checkpoint_read_parameters(f, version, out, n) != 0) {
+        failed = checkpoint_refuse(why, "'%s' is truncated or unreadable: wanted %zu parameters", path, n);
+    }
+    fclose(f);
+    if (failed) {
+        free(out);
+        return 1;
+    }
     *params = out;
+    return 0;
 }
 
-// Leave no half-written file behind: remove it, then end with the error.
-static inline void checkpoint_give_up(const char* temporary, const char* what, int error) {
-    remove(temporary);
-    check(0, "cannot %s '%s': %s", what, temporary, strerror(error));
+// Read and check the header of the model file at `path` and its size. Returns the version (3 or 5).
+static inline int checkpoint_read_config(GptConfig* gpt, const char* path) {
+    char why[CHECKPOINT_WHY];
+    int version;
+    FILE* f = checkpoint_open_model(path, gpt, &version, why);
+    check(f != NULL, "%s", why);
+    fclose(f);
+    return version;
+}
+
+// checkpoint_try_read_model, or one error line and the end.
+static inline void checkpoint_read_model(const char* path, GptConfig* gpt, float** params) {
+    char why[CHECKPOINT_WHY];
+    check(checkpoint_try_read_model(path, gpt, params, why) == 0, "%s", why);
+}
+
+// errno of the call that just failed; EIO where it set none (a short fwrite need not).
+static inline int checkpoint_errno(void) { return errno != 0 ? errno : EIO; }
+
+// Begin the file that will be `path`: PATH.tmp, open for writing, its name in *temporary (freed by checkpoint_finish).
+// NULL on failure: *error is the errno, the reason is in `why`.
+static inline FILE* checkpoint_begin(const char* path, char** temporary, int* error, char* why) {
+    size_t length = strlen(path);
+    char* name = (char*)malloc_or_die(length + 5);
+    memcpy(name, path, length);
+    memcpy(name + length, ".tmp", 5);
+    FILE* f = fopen(name, "wb");
+    if (f == NULL) {
+        *error = checkpoint_errno();
+        checkpoint_refuse(why, "cannot open '%s' for writing: %s", name, strerror(*error));
+        free(name);
+        return NULL;
+    }
+    *temporary = name;
+    return f;
+}
+
+// End what checkpoint_begin began. `error` is that of writing, 0 if all went well: then the file is flushed, synced,
+// closed and renamed to `path`. Returns the errno of what failed, with the reason in `why`, and leaves no file behind.
+static inline int checkpoint_finish(FILE* f, char* temporary, const char* path, int error, char* why) {
+    errno = 0;
+    if (error == 0 && (fflush(f) != 0 || fsync(fileno(f)) != 0)) {
+        error = checkpoint_errno();
+    }
+    if (fclose(f) != 0 && error == 0) {
+        error = checkpoint_errno();
+    }
+    const char* what = "write";
+    if (error == 0 && rename(temporary, path) != 0) {
+        error = checkpoint_errno();
+        what = "move into place";
+    }
+    if (error != 0) {
+        remove(temporary);
+        checkpoint_refuse(why, "cannot %s '%s': %s", what, temporary, strerror(error));
+    }
+    free(temporary);
+    return error;
 }
 
 // Write header and parameters to the open `f`. Returns 0, or the errno of what failed.
 static inline int checkpoint_write_payload(FILE* f, const GptConfig* gpt, const float* params, int version) {
     int32_t header[256] = {MODEL_FILE_MAGIC, version,        gpt->max_seq_len, gpt->vocab_size,
                            gpt->num_layers,  gpt->num_heads, gpt->channels,    gpt->padded_vocab_size};
+    errno = 0;
     if (fwrite(header, sizeof(header), 1, f) != 1) {
-        return errno;
+        return checkpoint_errno();
     }
     uint16_t buffer[1 << 15];
     const size_t chunk = sizeof(buffer) / sizeof(buffer[0]);
@@ -109,10 +266,10 @@ static inline int checkpoint_write_payload(FILE* f, const GptConfig* gpt, const 
             put = fwrite(params + done, sizeof(float), count, f);
         }
         if (put != count) {
-            return errno;
+            return checkpoint_errno();
         }
     }
-    return fflush(f) != 0 || fsync(fileno(f)) != 0 ? errno : 0;
+    return 0;
 }
 
 // End with one error line unless checkpoint_write_model could write to `path`: to be asked before a long training run,
@@ -129,27 +286,28 @@ static inline void checkpoint_check_writable(const char* path) {
 }
 
 // Write params (num_parameters) FP32 as an llm.c model file: version MODEL_FILE_BF16 rounds to nearest even,
-// MODEL_FILE_FP32 keeps the bits. `path` appears only when the whole file is on disk.
-static inline void checkpoint_write_model(const char* path, const GptConfig* gpt, const float* params, int version) {
+// MODEL_FILE_FP32 keeps the bits. `path` appears only when the whole file is on disk. 0, or the errno of what failed and
+// the reason in `why` (CHECKPOINT_WHY).
+static inline int checkpoint_try_write_model(const char* path, const GptConfig* gpt, const float* params, int version,
+                                             char* why) {
     check(version == MODEL_FILE_BF16 || version == MODEL_FILE_FP32, "checkpoint_write_model: version %d, want 3 or 5",
           version);
-    gpt_check(gpt, path);
-    size_t length = strlen(path);
-    char* temporary = (char*)malloc_or_die(length + 5);
-    memcpy(temporary, path, length);
-    strcpy(temporary + length, ".tmp");
-    FILE* f = fopen_or_die(temporary, "wb");
-    int error = checkpoint_write_payload(f, gpt, params, version);
-    if (fclose(f) != 0 && error == 0) {
-        error = errno;
+    if (checkpoint_check_shape(gpt, path, why) != 0) {
+        return EINVAL;
     }
-    if (error != 0) {
-        checkpoint_give_up(temporary, "write", error);
+    int error;
+    char* temporary;
+    FILE* f = checkpoint_begin(path, &temporary, &error, why);
+    if (f == NULL) {
+        return error;
     }
-    if (rename(temporary, path) != 0) {
-        checkpoint_give_up(temporary, "move into place", errno);
-    }
-    free(temporary);
+    return checkpoint_finish(f, temporary, path, checkpoint_write_payload(f, gpt, params, version), why);
+}
+
+// checkpoint_try_write_model, or one error line and the end.
+static inline void checkpoint_write_model(const char* path, const GptConfig* gpt, const float* params, int version) {
+    char why[CHECKPOINT_WHY];
+    check(checkpoint_try_write_model(path, gpt, params, version, why) == 0, "%s", why);
 }
 
 // Fill params (num_parameters) with llm.c's initial weights (gpt_build_from_descriptor; seed 42 there): MT19937 draws
