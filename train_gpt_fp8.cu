@@ -39,6 +39,12 @@
 #include "lib/micro_batch.h" // defines: MicroBatch, what -b auto chooses
 #include "lib/profile.h"     // defines: Profile: the time, bytes and FLOPs of every op
 #include "lib/logger.h"      // defines: Logger: screen, main.log, metrics.jsonl
+#include "lib/run_state.h"   // defines: RunState: where a run stands, as a checkpoint remembers it
+#include "lib/snapshot.h"    // defines: the files and folders of a checkpoint
+#include "lib/snapshot_writer.h" // defines: SnapshotWriter: writes them while training goes on
+#include "lib/llmc_state.h"  // defines: llm.c's checkpoints, in and out
+#include "lib/resume.h"      // defines: Resume: which checkpoint a run goes on from
+#include "lib/stop.h"        // defines: stop_signal
 
 // the floor of ops
 #ifdef CPU_FLOOR
@@ -176,8 +182,10 @@ typedef struct {
     void* workspace;
     size_t workspace_bytes;
 
-    int slots_warming; // as of the last step: do producers have to measure first?
-    int num_updates;   // AdamW's t
+    int slots_warming;     // as of the last step: do producers have to measure first?
+    int num_updates;       // AdamW's t
+    AdamW rounding;        // seed, t, stochastic: how the BF16 parameters in memory were rounded
+    DataPosition staged_from; // where the loader stood before it gave the batch that is staged ahead
 } Model;
 
 static const TensorName linear_weight_tensor[NUM_LINEARS] = {TENSOR_QKVW, TENSOR_PROJW, TENSOR_FCW, TENSOR_FCPROJW};
@@ -580,7 +588,7 @@ static void for_each_parameter(Model* model, void (*visit)(Model*, ParamState, i
 
 static void visit_from_master(Model* model, ParamState p, int decay, void* context) {
     (void)decay, (void)context;
-    params_from_master(model->dev, p);
+    params_from_master(model->dev, p, model->rounding);
 }
 
 static void visit_update(Model* model, ParamState p, int decay, void* context) {
@@ -610,17 +618,26 @@ static void update_scales_and_quantize_weights(Model* model) {
     }
 }
 
-// Take `values` (num_parameters, llm.c's order) as the weights; moments zero, no update done yet.
-static void model_set_weights(Model* model, const float* values) {
-    size_t n_bytes = model->table.num_parameters * sizeof(float);
-    device_copy_in(model->dev, model->master, values, n_bytes);
-    device_zero(model->dev, model->m, n_bytes);
-    device_zero(model->dev, model->v, n_bytes);
+// Everything that the passes read of the master weights, after num_updates updates the last of which rounded as
+// `rounding` says. Slots of activations and gradients stay as they are: their amaxes are 0, which says nothing.
+static void model_take_master(Model* model, int num_updates, AdamW rounding) {
+    model->num_updates = num_updates;
+    model->rounding = rounding;
     device_zero(model->dev, model->state, sizeof(StepState));
     for_each_parameter(model, visit_from_master, NULL);
     update_scales_and_quantize_weights(model);
     device_sync(model->dev);
-    model->num_updates = 0;
+}
+
+// Take `values` (num_parameters, llm.c's order) as the weights; moments zero, no update done yet.
+static void model_set_weights(Model* model, const float* values) {
+    size_t n_bytes = model->table.num_parameters * sizeof(float);
+    AdamW nearest;
+    memset(&nearest, 0, sizeof(nearest));
+    device_copy_in(model->dev, model->master, values, n_bytes);
+    device_zero(model->dev, model->m, n_bytes);
+    device_zero(model->dev, model->v, n_bytes);
+    model_take_master(model, 0, nearest);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -767,9 +784,15 @@ static TokenIndex upload_batch(Model* model, const Batch* host) {
 static void stage_ahead(Model* model, DataLoader* loader) {
     if (model->is_staged) { return; }
     cost_nobody(model->dev);
+    model->staged_from = loader->at;
     if (model->train->overfit_single_batch) { dataloader_rewind(loader); }
     stage_batch(model, &model->staged[model->next_staged], loader);
     model->is_staged = 1;
+}
+
+// Where the data goes on: behind the last batch that was trained on.
+static DataPosition data_position(const Model* model, const DataLoader* loader) {
+    return model->is_staged ? model->staged_from : loader->at;
 }
 
 // Zeros for the gradients that every micro-step adds to. Those of the matrices and of the embedding, nearly all, are
@@ -811,11 +834,16 @@ static void accumulate_gradients(Model* model, DataLoader* loader) {
     global_norm(dev, model->state, model->grads, model->table.num_parameters);
 }
 
-// The update, from gradients that are already there. apply = 0 leaves the weights (an outlier that the caller skips).
-static void update(Model* model, float learning_rate, int apply) {
+// AdamW's next step at this learning rate.
+static AdamW next_update(const Model* model, float learning_rate) {
     const TrainConfig* t = model->train;
     AdamW adamw = {learning_rate, t->beta1, t->beta2, t->eps, t->weight_decay, t->grad_clip, model->num_updates + 1,
                    t->param_rounding == PARAM_ROUNDING_STOCHASTIC, (uint64_t)t->seed};
+    return adamw;
+}
+
+// The update, from gradients that are already there. apply = 0 leaves the weights (an outlier that the caller skips).
+static void update(Model* model, AdamW adamw, int apply) {
     if (apply) { for_each_parameter(model, visit_update, &adamw); }
     update_scales_and_quantize_weights(model);
 }
@@ -843,7 +871,8 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
         report->grad_norm_z = outlier_update(norm_outliers, state.grad_norm);
         outlier = outlier_skips(report->loss_z, t->skip_loss_z) || outlier_skips(report->grad_norm_z, t->skip_grad_z);
     }
-    update(model, learning_rate, !outlier);
+    AdamW adamw = next_update(model, learning_rate);
+    update(model, adamw, !outlier);
     if (another_follows) { stage_ahead(model, loader); }
     StepState state = read_state(model);
     if (!may_skip) {
@@ -854,7 +883,10 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
     report->grad_norm = state.grad_norm;
     report->slots_warming = model->slots_warming = state.slots_warming;
     report->skipped = state.skip || outlier;
-    model->num_updates += !report->skipped;
+    if (!report->skipped) {
+        model->num_updates = adamw.t;
+        model->rounding = adamw;
+    }
     return state.skip ? STEP_NOT_FINITE : outlier ? STEP_OUTLIER : STEP_APPLIED;
 }
 
@@ -983,16 +1015,45 @@ static void save_model(Model* model, const char* path) {
 // ---------------------------------------------------------------------------------------------------------------------
 // the loop
 
+// A checkpoint on its way to disk.
+typedef enum { SAVE_NONE, SAVE_WRITING, SAVE_COMMITTING } SavePhase;
+
+typedef struct {
+    SnapshotWriter* writer; // NULL until save_prepare
+    void** buffers;         // (num_buffers) pinned
+    int num_buffers;
+    size_t buffer_bytes;
+    int newest;     // step of the newest complete one of this run, -1: none yet
+    int retry_at;   // step at which a failed one is tried again, -1: none
+    double write_s; // what the last one took
+    // the one under way
+    SavePhase phase;
+    int is_done; // this rank's part of the phase is
+    SnapshotResult result;
+    uint64_t bytes; // of this rank's files
+    double began_s, delay_s; // when it began; how long training waited for it
+    const TrainConfig* train;
+    RunState state;
+    char* config;
+} Save;
+
 // Everything main holds beside the model.
 typedef struct {
     DataLoader train_loader, val_loader;
-    int has_val;
+    int has_train, has_val;
     Tokenizer tokenizer;
     int has_tokenizer;
     Logger logger;
-    int num_steps;       // optimizer steps
+    double started_s;    // seconds_now at the start of the program
+    int num_steps;       // optimizer steps, those before a resume included
+    int first_step;      // steps done before this process
+    int steps_done;      // those included
+    int64_t first_tokens; // trained on in them
     int num_val_batches; // per validation
     double step_floor_s; // what the roofline allows for a step, seconds
+    OutlierDetector loss_outliers, norm_outliers;
+    int skips_in_a_row;  // steps that were not finite
+    Save save;
     Profile profile;     // --profile
 } Run;
 
@@ -1002,12 +1063,21 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+// The largest of the ranks' values.
+static int64_t max_over_ranks(Comm* comm, int64_t value) {
+    int64_t low, high;
+    comm_host_min_max(comm, value, &low, &high);
+    return high;
+}
+
 static void open_data(Run* run, const TrainConfig* train, const GptConfig* config) {
     DataOptions options = {train->batch_size, train->seq_len, train->rank, train->num_ranks, config->vocab_size,
                            DATA_SHUFFLED, (uint32_t)train->seed};
     if (train->overfit_single_batch) { options.order = DATA_IN_ORDER; }
     run->num_steps = train->max_steps;
-    if (run->num_steps != 0) {
+    // a run that only exports what it resumes wants the data's order, not the data
+    run->has_train = run->num_steps != 0 || (train->export_llmc[0] != 0 && train->train_data[0] != 0);
+    if (run->has_train) {
         const char* pattern = train->overfit_single_batch ? train->val_data : train->train_data;
         dataloader_open(&run->train_loader, pattern, options);
         int64_t epoch = run->train_loader.num_tokens / train->total_batch_tokens;
@@ -1034,8 +1104,408 @@ static void check_ranks_agree(Comm* comm, const TrainConfig* train, const GptCon
           (unsigned long long)hash, train->rank);
 }
 
+// Tokens trained on in the first `steps` steps. (The run may have had another batch before it was resumed.)
+static int64_t tokens_after(const Run* run, const TrainConfig* train, int steps) {
+    return run->first_tokens + (int64_t)(steps - run->first_step) * train->total_batch_tokens;
+}
+
 // Is this step one of every N, or the last? (0: never)
 static int is_due(int step, int every, int last_step) { return every > 0 && (step % every == 0 || last_step); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// checkpoints: every rank writes its share of the FP32 arrays and its FP8 slots, beside training; when all have, rank 0
+// adds where the run stands and gives the folder its name (snapshot.h)
+
+// This rank's share of the flat arrays.
+static void own_share(const Model* model, size_t* first, size_t* count) {
+    size_t n = model->table.num_parameters, ranks = (size_t)comm_num_ranks(model->comm);
+    size_t rank = (size_t)comm_rank(model->comm);
+    *first = n / ranks * rank + (rank < n % ranks ? rank : n % ranks);
+    *count = n / ranks + (rank < n % ranks);
+}
+
+// Pinned memory for a whole checkpoint, so that training waits only for the copy to the host; if that is too much, for
+// a part of it, and training waits for the disk, too.
+static void save_prepare(Save* c, const Model* model) {
+    if (c->writer != NULL) { return; }
+    size_t first, count, limit = (size_t)((double)model->train->checkpoint_memory * (1 << 30));
+    own_share(model, &first, &count);
+    if (limit == 0) { limit = host_memory_available() / 2 / (size_t)comm_num_ranks(model->comm); }
+    c->buffer_bytes = count * sizeof(float) < (size_t)64 << 20 ? count * sizeof(float) : (size_t)64 << 20;
+    size_t wanted = 3 * ((count * sizeof(float) + c->buffer_bytes - 1) / c->buffer_bytes);
+    size_t allowed = limit / c->buffer_bytes < 2 ? 2 : limit / c->buffer_bytes;
+    c->num_buffers = (int)(wanted < allowed ? wanted : allowed);
+    c->buffers = (void**)malloc_or_die((size_t)c->num_buffers * sizeof(void*));
+    double start = seconds_now();
+    for (int i = 0; i < c->num_buffers; i++) {
+        c->buffers[i] = pinned_malloc(model->dev, c->buffer_bytes);
+    }
+    c->writer = snapshot_writer_create(c->buffers, c->num_buffers, c->buffer_bytes, NULL, NULL);
+    if (comm_rank(model->comm) == 0) {
+        printf("checkpoints: %.3f GB of pinned host memory per rank, taken in %.1f s%s\n",
+               1e-9 * (double)c->buffer_bytes * c->num_buffers, seconds_now() - start,
+               wanted > allowed ? "; not enough for a whole one: training will wait for the disk" : "");
+    }
+}
+
+static void save_free(Save* c, Device* dev) {
+    if (c->writer == NULL) { return; }
+    snapshot_writer_free(c->writer);
+    for (int i = 0; i < c->num_buffers; i++) {
+        pinned_release(dev, c->buffers[i]);
+    }
+    free(c->buffers);
+    free(c->config);
+}
+
+static RunState run_state_now(const Run* run, const Model* model, int steps_done) {
+    const TrainConfig* train = model->train;
+    const GptConfig* gpt = &model->config;
+    RunState s;
+    memset(&s, 0, sizeof(s));
+    s.version = RUN_STATE_VERSION;
+    s.step = steps_done;
+    s.num_updates = model->num_updates;
+    s.tokens = tokens_after(run, train, steps_done);
+    s.seed = (int64_t)model->rounding.seed;
+    s.stochastic = model->rounding.stochastic;
+    s.max_seq_len = gpt->max_seq_len, s.vocab_size = gpt->vocab_size, s.padded_vocab_size = gpt->padded_vocab_size;
+    s.num_layers = gpt->num_layers, s.num_heads = gpt->num_heads, s.channels = gpt->channels;
+    s.num_parameters = (int64_t)model->table.num_parameters;
+    s.num_ranks = comm_num_ranks(model->comm);
+    DataPosition at = data_position(model, &run->train_loader);
+    s.window_tokens = dataloader_window_tokens(&run->train_loader.options);
+    s.data_epoch = (int64_t)at.epoch, s.data_shard = (int64_t)at.shard, s.data_window = (int64_t)at.window;
+    s.data_fingerprint = run_data_fingerprint(&run->train_loader);
+    s.num_slots = model->num_slots;
+    s.slot_bytes = sizeof(ScaleSlot);
+    s.amax_history = model->recipe.history, s.amax_algo = model->recipe.algo, s.margin = model->recipe.margin;
+    s.headroom = (double)model->recipe.headroom;
+    s.skips_in_a_row = run->skips_in_a_row;
+    s.loss_outliers = run->loss_outliers;
+    s.norm_outliers = run->norm_outliers;
+    return s;
+}
+
+// Hand one of this rank's arrays to the writer, piece by piece as buffers are free. is_master: its values are the model.
+static void save_array(Save* c, Model* model, const char* name, const float* array, int is_master) {
+    size_t first, count, piece = c->buffer_bytes / sizeof(float);
+    own_share(model, &first, &count);
+    snapshot_writer_begin(c->writer, name);
+    for (size_t done = 0; done < count; done += piece) {
+        size_t n = count - done < piece ? count - done : piece;
+        int buffer = snapshot_writer_take(c->writer);
+        device_copy_out(model->dev, c->buffers[buffer], array + first + done, n * sizeof(float));
+        snapshot_writer_append(c->writer, buffer, n * sizeof(float), is_master ? (int64_t)(first + done) : -1);
+    }
+    snapshot_writer_end(c->writer);
+}
+
+// A checkpoint could not be written: it is gone, everything else is as it was.
+static void save_give_up(Save* c, Model* model, int error) {
+    const TrainConfig* train = c->train;
+    int step = (int)c->state.step, every = train->checkpoint_every;
+    c->phase = SAVE_NONE;
+    c->retry_at = every > 0 ? step + (every + 9) / 10 : -1;
+    if (c->result.error != 0) {
+        fprintf(stderr, "warning: rank %d: cannot write '%s': %s\n", train->rank, c->result.path, strerror(c->result.error));
+    }
+    if (comm_rank(model->comm) != 0) { return; }
+    snapshot_abandon(train->output_dir, step);
+    char before[64] = "there is none before it", next[64] = "";
+    if (c->newest >= 0) { snprintf(before, sizeof(before), "that of step %d stays", c->newest); }
+    if (every > 0) { snprintf(next, sizeof(next), ", the next try is at step %d", c->retry_at); }
+    fprintf(stderr, "WARNING: THE CHECKPOINT OF STEP %d WAS NOT WRITTEN (%s); %s; training goes on%s\n", step,
+            strerror(error), before, next);
+}
+
+// Rank 0, in the writer's thread: where the run stands, the folder's name, and what is no longer to be kept. 0 or errno.
+static int save_commit(void* save) {
+    const Save* c = (const Save*)save;
+    const char* run = c->train->output_dir;
+    int step = (int)c->state.step;
+    char path[SNAPSHOT_PATH];
+    SnapshotOut out;
+    snapshot_tmp_path(path, sizeof(path), run, step, "common.bin");
+    int error = snapshot_out_open(&out, path, 0);
+    if (error == 0) {
+        snapshot_out_begin(&out, "run");
+        snapshot_out_append(&out, &c->state, sizeof(c->state));
+        snapshot_out_end(&out);
+        snapshot_out_begin(&out, "config");
+        snapshot_out_append(&out, c->config, strlen(c->config));
+        snapshot_out_end(&out);
+        error = snapshot_out_close(&out);
+    }
+    error = error != 0 ? error : snapshot_commit(run, step);
+    if (error == 0) { snapshot_prune(run, c->train->keep, c->train->keep_every); }
+    return error;
+}
+
+// Look after the checkpoint under way, once a step and on all ranks together; `wait`: until it is complete or given up.
+static void save_poll(Run* run, Model* model, int wait) {
+    Save* c = &run->save;
+    Comm* comm = model->comm;
+    while (c->phase != SAVE_NONE) {
+        if (!c->is_done) {
+            if (wait) { snapshot_writer_wait(c->writer, &c->result); }
+            c->is_done = wait || snapshot_writer_poll(c->writer, &c->result);
+        }
+        if (max_over_ranks(comm, !c->is_done)) { return; }
+        int error = (int)max_over_ranks(comm, c->result.error);
+        if (error != 0) {
+            save_give_up(c, model, error);
+        } else if (c->phase == SAVE_WRITING) {
+            c->phase = SAVE_COMMITTING;
+            c->is_done = comm_rank(comm) != 0;
+            c->bytes = c->result.bytes;
+            if (!c->is_done) { snapshot_writer_call(c->writer, save_commit, c); }
+        } else {
+            c->phase = SAVE_NONE;
+            c->newest = (int)c->state.step;
+            c->retry_at = -1;
+            c->write_s = seconds_now() - c->began_s;
+            double gb = 1e-9 * (double)c->bytes * comm_num_ranks(comm);
+            logger_log_checkpoint(&run->logger, c->newest, (uint64_t)(1e9 * gb), c->write_s, c->delay_s);
+            if (comm_rank(comm) == 0) {
+                printf("checkpoint step_%08d: %.3f GB in %.2f s (%.2f GB/s), training waited %.3f s\n", c->newest, gb,
+                       c->write_s, gb / c->write_s, c->delay_s);
+                fflush(stdout);
+            }
+        }
+        if (!wait) { return; }
+    }
+}
+
+static int save_is_due(const Run* run, const TrainConfig* train, int steps_done) {
+    return is_due(steps_done, train->checkpoint_every, steps_done == run->num_steps) ||
+           steps_done == run->save.retry_at;
+}
+
+// Begin the checkpoint after `steps_done` steps: everything is copied to the host before this returns. One that is
+// still being written is waited for.
+static void save_begin(Run* run, Model* model, int steps_done) {
+    Save* c = &run->save;
+    const TrainConfig* train = model->train;
+    double start = seconds_now();
+    save_poll(run, model, 1);
+    save_prepare(c, model);
+    c->train = train;
+    c->state = run_state_now(run, model, steps_done);
+    free(c->config);
+    c->config = config_to_text(train);
+    c->began_s = seconds_now();
+    memset(&c->result, 0, sizeof(c->result));
+    snapshot_tmp_path(c->result.path, sizeof(c->result.path), train->output_dir, steps_done, NULL);
+    if (comm_rank(model->comm) == 0) { c->result.error = snapshot_begin(train->output_dir, steps_done); }
+    int error = (int)max_over_ranks(model->comm, c->result.error);
+    if (error != 0) {
+        save_give_up(c, model, error);
+        return;
+    }
+    size_t first, count, slot_bytes = (size_t)model->num_slots * sizeof(ScaleSlot);
+    own_share(model, &first, &count);
+    char path[SNAPSHOT_PATH], file[32];
+    snprintf(file, sizeof(file), "shard_%05d.bin", comm_rank(model->comm));
+    snapshot_tmp_path(path, sizeof(path), train->output_dir, steps_done, file);
+    snapshot_writer_open(c->writer, path, 3 * count * sizeof(float) + slot_bytes + 8 * SNAPSHOT_ALIGN);
+    ModelFileHeader header = checkpoint_header(&model->config, MODEL_FILE_BF16);
+    snapshot_tmp_path(path, sizeof(path), train->output_dir, steps_done, "model.bin");
+    snapshot_writer_model(c->writer, path, comm_rank(model->comm) == 0 ? &header : NULL,
+                          MODEL_FILE_HEADER_BYTES + 2 * model->table.num_parameters);
+    uint64_t share[2] = {first, count};
+    snapshot_writer_begin(c->writer, "share");
+    snapshot_writer_append_copy(c->writer, share, sizeof(share));
+    snapshot_writer_end(c->writer);
+    ScaleSlot* slots = (ScaleSlot*)malloc_or_die(slot_bytes);
+    device_copy_out(model->dev, slots, model->slots, slot_bytes);
+    snapshot_writer_begin(c->writer, "slots");
+    snapshot_writer_append_copy(c->writer, slots, slot_bytes);
+    snapshot_writer_end(c->writer);
+    free(slots);
+    save_array(c, model, "master", model->master, 1);
+    save_array(c, model, "m", model->m, 0);
+    save_array(c, model, "v", model->v, 0);
+    snapshot_writer_close(c->writer);
+    c->phase = SAVE_WRITING;
+    c->is_done = 0;
+    c->delay_s = seconds_now() - start;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// resuming
+
+#define RESUME_PIECE ((size_t)16 << 20) // bytes
+
+// Copy the section `name`, `count` floats, to the device. 0, or 1 with the reason in why.
+static int load_array(Model* model, SnapshotIn* in, const char* name, float* array, size_t count, void* piece, char* why) {
+    if (snapshot_in_begin(in, name, count * sizeof(float), why) != 0) { return 1; }
+    for (size_t done = 0; done < count * sizeof(float); done += RESUME_PIECE) {
+        size_t left = count * sizeof(float) - done, n = left < RESUME_PIECE ? left : RESUME_PIECE;
+        if (snapshot_in_read(in, piece, n, why) != 0) { return 1; }
+        device_copy_in(model->dev, (char*)array + done, piece, n);
+        device_sync(model->dev);
+    }
+    return snapshot_in_end(in, why);
+}
+
+// One rank's file: its share of the arrays, which must begin at parameter *next, and, if slots is not NULL, its slots
+// (state->num_slots). 0, or 1 with the reason in why.
+static int load_shard(Model* model, const RunState* state, const char* folder, int rank, size_t* next, ScaleSlot* slots,
+                      void* piece, char* why) {
+    char path[SNAPSHOT_PATH], model_path[SNAPSHOT_PATH];
+    snprintf(path, sizeof(path), "%s/shard_%05d.bin", folder, rank);
+    snprintf(model_path, sizeof(model_path), "%s/model.bin", folder);
+    SnapshotIn in;
+    if (snapshot_in_open(&in, path, why) != 0) { return 1; }
+    uint64_t share[2];
+    size_t n = model->table.num_parameters;
+    int bad = snapshot_in_whole(&in, "share", share, sizeof(share), why);
+    if (!bad && (share[0] != *next || share[1] > n - *next)) {
+        bad = checkpoint_refuse(why, "'%s' holds parameters %llu to %llu, want them from %zu on, of %zu", path,
+                 (unsigned long long)share[0], (unsigned long long)(share[0] + share[1]), *next, n);
+    }
+    bad = bad || load_array(model, &in, "master", model->master + *next, share[1], piece, why) ||
+          load_array(model, &in, "m", model->m + *next, share[1], piece, why) ||
+          load_array(model, &in, "v", model->v + *next, share[1], piece, why);
+    SnapshotModelSlice slice; // model.bin is for others, but whoever has a checkpoint has all of it whole
+    bad = bad || snapshot_in_whole(&in, "model", &slice, sizeof(slice), why) ||
+          snapshot_check_range(model_path, MODEL_FILE_HEADER_BYTES + 2 * slice.first, 2 * slice.count, slice.hash, why) ||
+          (slice.header_hash != 0 &&
+           snapshot_check_range(model_path, 0, MODEL_FILE_HEADER_BYTES, slice.header_hash, why));
+    if (!bad && slots != NULL) {
+        bad = snapshot_in_whole(&in, "slots", slots, (uint64_t)state->num_slots * sizeof(ScaleSlot), why);
+        for (int i = 0; !bad && i < state->num_slots; i++) {
+            if (!scale_slot_is_sound(&slots[i], (int)state->amax_history)) {
+                bad = checkpoint_refuse(why, "'%s': FP8 slot %d is impossible", path, i);
+            }
+        }
+    }
+    snapshot_in_close(&in);
+    *next += bad ? 0 : share[1];
+    return bad;
+}
+
+// The slots of this run, as init_slots has just made them, take over what the saved ones know.
+static void continue_slots(Model* model, const RunState* state, const ScaleSlot* saved) {
+    ScaleRecipe recipe = {(int)state->amax_history, (AmaxAlgo)state->amax_algo, (int)state->margin, (float)state->headroom};
+    size_t bytes = (size_t)model->num_slots * sizeof(ScaleSlot);
+    ScaleSlot* slots = (ScaleSlot*)malloc_or_die(bytes);
+    device_copy_out(model->dev, slots, model->slots, bytes);
+    for (int i = 0; i < model->num_slots && i < state->num_slots; i++) { // the FP8 head's stand behind all others
+        scale_slot_continue(&slots[i], &saved[i], recipe, model->recipe);
+    }
+    device_copy_in(model->dev, model->slots, slots, bytes);
+    device_sync(model->dev);
+    free(slots);
+}
+
+// Everything of our checkpoint that lies on the device. 0, or 1 with the reason in why.
+static int load_checkpoint(Model* model, const RunState* state, const char* folder, char* why) {
+    int ranks = (int)state->num_ranks, rank = comm_rank(model->comm) < ranks ? comm_rank(model->comm) : 0, bad = 0;
+    size_t next = 0;
+    void* piece = malloc_or_die(RESUME_PIECE);
+    ScaleSlot* saved = (ScaleSlot*)malloc_or_die((size_t)state->num_slots * sizeof(ScaleSlot));
+    for (int r = 0; r < ranks && !bad; r++) {
+        bad = load_shard(model, state, folder, r, &next, r == rank ? saved : NULL, piece, why);
+    }
+    if (!bad && next != model->table.num_parameters) {
+        bad = checkpoint_refuse(why, "'%s' has %zu parameters in %d shards, want %zu", folder, next, ranks,
+                 model->table.num_parameters);
+    }
+    if (!bad) {
+        init_slots(model);
+        continue_slots(model, state, saved);
+        AdamW rounding = next_update(model, 0.0f);
+        rounding.t = (int)state->num_updates;
+        rounding.seed = (uint64_t)state->seed;
+        rounding.stochastic = state->stochastic && state->num_updates > 0;
+        model_take_master(model, (int)state->num_updates, rounding);
+        model->slots_warming = read_state(model).slots_warming;
+    }
+    free(saved);
+    free(piece);
+    return bad;
+}
+
+// llm.c's weights and moments, after `steps` updates; slots warm up.
+static void load_llmc(Model* model, const Resume* resume) {
+    size_t n_bytes = model->table.num_parameters * sizeof(float);
+    device_copy_in(model->dev, model->master, resume->master, n_bytes);
+    device_copy_in(model->dev, model->m, resume->m, n_bytes);
+    device_copy_in(model->dev, model->v, resume->v, n_bytes);
+    device_sync(model->dev);
+    AdamW rounding = next_update(model, 0.0f);
+    rounding.t = resume->step;
+    model_take_master(model, resume->step, rounding);
+}
+
+// Where the data goes on, and what there is to say about it.
+static const char* resume_data(Run* run, const Resume* resume, const TrainConfig* train) {
+    if (!run->has_train) { return "no training data"; }
+    DataLoader* loader = &run->train_loader;
+    if (resume->config == NULL) {
+        DataPosition at;
+        int exact = llmc_data_position(&resume->llmc, loader, (int64_t)resume->step * train->grad_accum_steps, &at);
+        dataloader_seek(loader, at);
+        return exact ? "the next batch is the one that llm.c would have taken"
+                     : "not in llm.c's order: other files, batch, ranks or seed; as many batches are taken as done";
+    }
+    switch (run_state_seek(&resume->state, loader)) {
+    case DATA_SAME: return "the next batch follows the last one";
+    case DATA_REORDERED: return "another micro-batch or number of ranks: the epoch goes on in another order, some of it "
+                                "comes twice and some not";
+    default: return "other files than before: from their beginning";
+    }
+}
+
+// Go on from the checkpoint that `resume` has opened, or from one before it when it turns out to be damaged, on all
+// ranks from the same.
+static void resume_run(Run* run, Model* model, Resume* resume) {
+    const TrainConfig* train = model->train;
+    double start = seconds_now();
+    for (;;) {
+        char why[SNAPSHOT_WHY] = "another rank could not read it";
+        int64_t low, high;
+        comm_host_min_max(model->comm, resume->step, &low, &high);
+        check(low == high, "the ranks see different checkpoints: step %d here, %lld and %lld elsewhere; want one folder "
+              "that all share", resume->step, (long long)low, (long long)high);
+        check(gpt_equal(&resume->gpt, &model->config), "'%s' holds another model than the newer checkpoints",
+              resume->candidates[resume->at].path);
+        int bad = resume->config != NULL &&
+                  load_checkpoint(model, &resume->state, resume->candidates[resume->at].path, why);
+        if (!max_over_ranks(model->comm, bad)) { break; }
+        resume_reject(resume, why);
+        resume_open(resume);
+    }
+    const char* path = resume->candidates[resume->at].path;
+    char changes[4096] = "";
+    if (resume->config != NULL) {
+        config_changes(train, resume->config, changes, sizeof(changes));
+        run->first_tokens = resume->state.tokens;
+        run->loss_outliers = resume->state.loss_outliers;
+        run->norm_outliers = resume->state.norm_outliers;
+        run->skips_in_a_row = (int)resume->state.skips_in_a_row;
+        run->save.newest = resume->is_here ? resume->step : -1;
+    } else {
+        load_llmc(model, resume);
+        run->first_tokens = (int64_t)resume->step * train->total_batch_tokens;
+    }
+    run->first_step = run->steps_done = resume->step;
+    const char* data = resume_data(run, resume, train);
+    if (comm_rank(model->comm) == 0) {
+        printf("resumed at step %d from %s%s in %.1f s\n  data: %s\n", resume->step, path,
+               resume->config == NULL ? " (llm.c)" : "", seconds_now() - start, data);
+        if (changes[0] != 0) { printf("  switched: %s\n", changes); }
+        if (model->slots_warming > 0) { printf("  FP8 scales that have to warm up: %d\n", model->slots_warming); }
+        fflush(stdout);
+    }
+    if (resume->is_here) {
+        logger_continue(&run->logger, train, &model->config, resume->step, path, changes);
+    } else {
+        logger_open(&run->logger, train, &model->config);
+    }
+}
 
 // Validation and text samples that are due before step `step` trains (or after the last one).
 static void look_at_model(Run* run, Model* model, int step, int last_step) {
@@ -1043,7 +1513,7 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     int is_first_rank = comm_rank(model->comm) == 0;
     if (run->has_val && is_due(step, train->val_every, last_step)) {
         float loss = validate(model, &run->val_loader, run->num_val_batches);
-        logger_log_val(&run->logger, step, (int64_t)step * train->total_batch_tokens, loss);
+        logger_log_val(&run->logger, step, tokens_after(run, train, step), loss);
         if (is_first_rank) {
             printf("val loss %.6f", loss);
             if (train->floor_loss > 0.0f) { printf(" (floor %.6f)", train->floor_loss); }
@@ -1073,38 +1543,68 @@ static void open_profile(Profile* profile, Chip chip, const GptConfig* config) {
     profile_name_linear(profile, "head", C, config->padded_vocab_size);
 }
 
-// Train for run->num_steps steps. Returns 0, or 1 when too many steps in a row were not finite.
+// Why the run has to stop after the step that took step_s, the same answer on every rank: a signal's number, -1: the
+// time is over, 0: it has not to.
+static int reason_to_stop(const Run* run, const Model* model, double step_s) {
+    const TrainConfig* train = model->train;
+    double then_s = seconds_now() - run->started_s + 1.5 * step_s + run->save.write_s;
+    int is_over = train->max_minutes > 0.0f && then_s > 60.0 * (double)train->max_minutes;
+    int64_t reason = max_over_ranks(model->comm, stop_signal != 0 ? stop_signal + 1 : is_over);
+    return reason > 1 ? (int)reason - 1 : -(int)reason;
+}
+
+// The last words of a run that stops before its end: its checkpoint. Returns the exit status.
+static int stop_early(Run* run, Model* model, int steps_done, int reason) {
+    if (model->train->output_dir[0] != 0 && run->save.newest != steps_done) {
+        if (run->save.phase == SAVE_NONE || run->save.state.step != steps_done) {
+            save_begin(run, model, steps_done);
+        }
+        save_poll(run, model, 1);
+    }
+    int is_saved = run->save.newest == steps_done;
+    if (comm_rank(model->comm) == 0) {
+        const char* why = reason > 0 ? stop_signal_name(reason) : "--max-minutes";
+        if (is_saved) {
+            printf("stopped by %s after step %d of %d; --resume (-y) 1 goes on\n", why, steps_done, run->num_steps);
+        } else {
+            fprintf(stderr, "error: stopped by %s after step %d of %d, without a checkpoint of it\n", why, steps_done,
+                    run->num_steps);
+        }
+    }
+    return is_saved ? EXIT_STOPPED : EXIT_FAILURE;
+}
+
+// Train from run->first_step to run->num_steps. Returns the exit status: 0, EXIT_STOPPED, or 1 when too many steps in a
+// row were not finite.
 static int train_loop(Run* run, Model* model) {
     const TrainConfig* train = model->train;
-    int is_first_rank = comm_rank(model->comm) == 0, skips_in_a_row = 0;
-    OutlierDetector loss_outliers, norm_outliers;
+    int is_first_rank = comm_rank(model->comm) == 0;
     RateMeter meter;
-    memset(&loss_outliers, 0, sizeof(loss_outliers));
-    memset(&norm_outliers, 0, sizeof(norm_outliers));
     memset(&meter, 0, sizeof(meter));
     double total_s = 0.0;
-    for (int step = 0; step <= run->num_steps; step++) {
-        int last_step = step == run->num_steps;
+    int end = run->num_steps > run->first_step ? run->num_steps : run->first_step;
+    for (int step = run->first_step; step <= end; step++) {
+        int last_step = step == end;
         look_at_model(run, model, step, last_step);
         if (last_step) { break; }
 
         StepReport report;
         memset(&report, 0, sizeof(report));
         report.step = step;
-        report.tokens = (int64_t)(step + 1) * train->total_batch_tokens;
+        report.tokens = tokens_after(run, train, step + 1);
         report.learning_rate = schedule_learning_rate(train, run->num_steps, step);
         int profiled = step >= profile_from(train) && run->profile.num_steps < train->profile;
         if (profiled) { device_profile_begin(model->dev, &run->profile); }
         double start = seconds_now();
         StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, step + 1 < run->num_steps,
-                                         &loss_outliers, &norm_outliers, &report);
+                                         &run->loss_outliers, &run->norm_outliers, &report);
         double elapsed = seconds_now() - start;
         if (profiled) {
             device_profile_end(model->dev);
             run->profile.wall_s += elapsed;
             run->profile.num_steps++;
         }
-        if (step > 0) { total_s += elapsed; } // the first step holds start-up work
+        if (step > run->first_step) { total_s += elapsed; } // the first step holds start-up work
         report.ms = 1e3 * elapsed;
         report.tokens_per_s = rate_update(&meter, train->total_batch_tokens, report.ms);
         report.roofline_fraction = run->step_floor_s / elapsed;
@@ -1116,25 +1616,60 @@ static int train_loop(Run* run, Model* model) {
             logger_log_profile(&run->logger, step, &run->profile);
             if (is_first_rank) { profile_print(stdout, &run->profile); }
         }
-        skips_in_a_row = verdict == STEP_NOT_FINITE ? skips_in_a_row + 1 : 0;
-        if (skips_in_a_row >= train->max_skips) {
+        run->skips_in_a_row = verdict == STEP_NOT_FINITE ? run->skips_in_a_row + 1 : 0;
+        if (run->skips_in_a_row >= train->max_skips) {
             if (is_first_rank) {
                 fprintf(stderr, "error: stopped at step %d: %d steps in a row had a loss or gradient norm that is not "
                         "finite (loss %g, norm %g), --max-skips allows fewer; the weights are those of the last good "
-                        "step\n", step + 1, skips_in_a_row, (double)report.loss, (double)report.grad_norm);
+                        "step\n", step + 1, run->skips_in_a_row, (double)report.loss, (double)report.grad_norm);
             }
-            return 1;
+            run->skips_in_a_row = 0; // whoever goes on from here has as many again
+            if (train->output_dir[0] != 0) {
+                save_begin(run, model, step + 1);
+                save_poll(run, model, 1);
+            }
+            return EXIT_FAILURE;
         }
+        run->steps_done = step + 1;
+        save_poll(run, model, 0);
+        if (save_is_due(run, train, step + 1)) { save_begin(run, model, step + 1); }
+        int reason = reason_to_stop(run, model, elapsed);
+        if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
     }
+    save_poll(run, model, 1);
     if (is_first_rank && train->profile > 0 && run->profile.num_steps == 0) {
         printf("no profile: %d steps, --profile looks at step %d and those after it\n", run->num_steps,
                profile_from(train) + 1);
     }
-    if (is_first_rank && run->num_steps > 1) {
-        printf("mean of steps 2 to %d: %.2f ms, %.0f tok/s\n", run->num_steps, 1e3 * total_s / (run->num_steps - 1),
-               (double)train->total_batch_tokens * (run->num_steps - 1) / total_s);
+    int timed = end - run->first_step - 1;
+    if (is_first_rank && timed > 0) {
+        printf("mean of steps %d to %d: %.2f ms, %.0f tok/s\n", run->first_step + 2, end, 1e3 * total_s / timed,
+               (double)train->total_batch_tokens * timed / total_s);
     }
     return 0;
+}
+
+// llm.c's files of the last step (--export-llmc).
+static void export_llmc(Run* run, Model* model, int steps_done) {
+    const TrainConfig* train = model->train;
+    if (comm_rank(model->comm) != 0) { return; }
+    size_t n_bytes = model->table.num_parameters * sizeof(float);
+    const float* on_device[] = {model->master, model->m, model->v};
+    float* arrays[3];
+    for (int i = 0; i < 3; i++) {
+        arrays[i] = (float*)malloc_or_die(n_bytes);
+        device_copy_out(model->dev, arrays[i], on_device[i], n_bytes);
+    }
+    char why[LLMC_WHY];
+    DataPosition at = run->has_train ? data_position(model, &run->train_loader) : DataPosition();
+    int error = llmc_write(train->export_llmc, &model->config, steps_done, arrays[0], arrays[1], arrays[2],
+                           train->export_llmc_processes, run->has_train ? &run->train_loader : NULL, &at, 0, why);
+    check(error == 0, "--export-llmc: %s", why);
+    printf("exported step %d for %d llm.c process%s to %s%s%s\n", steps_done, train->export_llmc_processes,
+           train->export_llmc_processes == 1 ? "" : "es", train->export_llmc, why[0] != 0 ? "; note: " : "", why);
+    for (int i = 0; i < 3; i++) {
+        free(arrays[i]);
+    }
 }
 
 // How matrix products are done: --fast-accum and --autotune.
@@ -1147,6 +1682,10 @@ static void set_matmul(Device* dev, const TrainConfig* train) {
 
 #ifndef TESTING
 int main(int argc, char** argv) {
+    Run run;
+    memset(&run, 0, sizeof(run));
+    run.started_s = seconds_now();
+    run.save.newest = run.save.retry_at = -1;
     TrainConfig train;
     GptConfig config;
     config_parse(&train, &config, argc, argv);
@@ -1158,8 +1697,20 @@ int main(int argc, char** argv) {
     comm_connect(comm, dev);
     if (!train.dry_run) { set_matmul(dev, &train); }
 
+    Resume resume;
+    resume_find(&resume, &train, rank == 0);
+    int resumes = resume_open(&resume);
     float* weights = NULL; // from a model file; NULL: initialised
-    if (config_model_is_file(&train)) { checkpoint_read_model(train.model, &config, &weights); }
+    if (resumes) {
+        check(!train.shape_given || config_model_is_file(&train) || gpt_equal(&config, &resume.gpt),
+              "'%s' holds a model of %d layers, %d channels, %d heads, %d positions and a vocabulary of %d, but the command "
+              "line (-e) says %d, %d, %d, %d and %d", resume.candidates[resume.at].path, resume.gpt.num_layers,
+              resume.gpt.channels, resume.gpt.num_heads, resume.gpt.max_seq_len, resume.gpt.vocab_size, config.num_layers,
+              config.channels, config.num_heads, config.max_seq_len, config.vocab_size);
+        config = resume.gpt;
+    } else if (config_model_is_file(&train)) {
+        checkpoint_read_model(train.model, &config, &weights);
+    }
     config_finish(&train, &config, comm_num_ranks(comm), rank);
     if (train.batch_size == BATCH_AUTO) {
         choose_batch_size(&train, dev, comm, config);
@@ -1169,13 +1720,11 @@ int main(int argc, char** argv) {
     check(train.prompt[0] == 0 || strcmp(train.tokenizer, "byte") == 0,
           "--prompt needs --tokenizer byte, found '%s'", train.tokenizer);
 
-    Run run;
-    memset(&run, 0, sizeof(run));
     run.has_tokenizer = train.tokenizer[0] != 0;
     if (run.has_tokenizer) { tokenizer_init(&run.tokenizer, train.tokenizer); }
     if (!train.dry_run) { // everything that can be wrong with files, before the GPU's memory is touched
         open_data(&run, &train, &config);
-        logger_open(&run.logger, &train, &config);
+        if (!resumes) { logger_open(&run.logger, &train, &config); }
         if (rank == 0 && train.save_model[0] != 0) { checkpoint_check_writable(train.save_model); }
     }
     if (rank == 0) {
@@ -1192,13 +1741,26 @@ int main(int argc, char** argv) {
     if (train.dry_run) {
         if (rank == 0) { roofline_print(stdout, &chip, &config, &train); }
     } else {
-        start_weights(&model, weights);
+        if (resumes) {
+            resume_run(&run, &model, &resume);
+        } else {
+            if (strcmp(train.resume, "1") == 0 && rank == 0) {
+                printf("no checkpoint in '%s' yet: a fresh run\n", train.output_dir);
+            }
+            start_weights(&model, weights);
+        }
+        if (rank == 0 && train.output_dir[0] != 0) { snapshot_sweep(train.output_dir); }
+        if (train.checkpoint_every > 0) { save_prepare(&run.save, &model); }
+        if (train.output_dir[0] != 0) { stop_listen(); }
         status = train_loop(&run, &model);
-        if (rank == 0 && train.save_model[0] != 0) { save_model(&model, train.save_model); }
+        if (rank == 0 && train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
+        if (train.export_llmc[0] != 0) { export_llmc(&run, &model, run.steps_done); }
+        save_free(&run.save, dev);
         logger_close(&run.logger);
-        if (run.num_steps != 0) { dataloader_close(&run.train_loader); }
+        if (run.has_train) { dataloader_close(&run.train_loader); }
         if (run.has_val) { dataloader_close(&run.val_loader); }
     }
+    resume_free(&resume);
     if (run.has_tokenizer) { tokenizer_free(&run.tokenizer); }
     model_free(&model);
     comm_free(comm);

@@ -161,7 +161,7 @@ static inline int checkpoint_read_parameters(FILE* f, int version, float* out, s
 // Read the model file at `path`: its shape into *gpt and its parameters, widened to FP32, into *params (num_parameters,
 // allocated here, freed by the caller). 0, or 1 with the reason in `why` (CHECKPOINT_WHY); nothing is allocated then.
 static inline int checkpoint_try_read_model(const char* path, GptConfig* gpt, float** params, char* why) {
-    int version;
+    int version = 0;
     FILE* f = checkpoint_open_model(path, gpt, &version, why);
     if (f == NULL) {
         return 1;
@@ -186,7 +186,7 @@ static inline int checkpoint_try_read_model(const char* path, GptConfig* gpt, fl
 // Read and check the header of the model file at `path` and its size. Returns the version (3 or 5).
 static inline int checkpoint_read_config(GptConfig* gpt, const char* path) {
     char why[CHECKPOINT_WHY];
-    int version;
+    int version = 0;
     FILE* f = checkpoint_open_model(path, gpt, &version, why);
     check(f != NULL, "%s", why);
     fclose(f);
@@ -243,12 +243,22 @@ static inline int checkpoint_finish(FILE* f, char* temporary, const char* path, 
     return error;
 }
 
+// The first 1024 bytes of a model file.
+typedef struct {
+    int32_t word[256];
+} ModelFileHeader;
+
+static inline ModelFileHeader checkpoint_header(const GptConfig* gpt, int version) {
+    ModelFileHeader header = {{MODEL_FILE_MAGIC, version,        gpt->max_seq_len, gpt->vocab_size,
+                               gpt->num_layers,  gpt->num_heads, gpt->channels,    gpt->padded_vocab_size}};
+    return header;
+}
+
 // Write header and parameters to the open `f`. Returns 0, or the errno of what failed.
 static inline int checkpoint_write_payload(FILE* f, const GptConfig* gpt, const float* params, int version) {
-    int32_t header[256] = {MODEL_FILE_MAGIC, version,        gpt->max_seq_len, gpt->vocab_size,
-                           gpt->num_layers,  gpt->num_heads, gpt->channels,    gpt->padded_vocab_size};
+    ModelFileHeader header = checkpoint_header(gpt, version);
     errno = 0;
-    if (fwrite(header, sizeof(header), 1, f) != 1) {
+    if (fwrite(&header, sizeof(header), 1, f) != 1) {
         return checkpoint_errno();
     }
     uint16_t buffer[1 << 15];

@@ -344,6 +344,13 @@ static inline size_t gpt_num_parameters(const GptConfig* gpt) {
     return ((size_t)gpt->padded_vocab_size + (size_t)gpt->max_seq_len) * C + L * (12 * C * C + 13 * C) + 2 * C;
 }
 
+// Are both the same shape?
+static inline int gpt_equal(const GptConfig* a, const GptConfig* b) {
+    return a->max_seq_len == b->max_seq_len && a->vocab_size == b->vocab_size &&
+           a->padded_vocab_size == b->padded_vocab_size && a->num_layers == b->num_layers &&
+           a->num_heads == b->num_heads && a->channels == b->channels;
+}
+
 // V rounded up to a multiple of 128.
 static inline int gpt_pad_vocab(int vocab_size) { return (vocab_size + 127) / 128 * 128; }
 

@@ -83,4 +83,36 @@ static inline void plan_print(const MemoryPlan* plan, FILE* out) {
     fprintf(out, "| memory: %-15s | %14.1f MiB |\n", "sum", (double)plan_bytes(plan) / (1 << 20));
 }
 
+// Number behind `key` in a file of the kernel ("MemAvailable:", "inactive_file ", or "" for a file of one number), in
+// bytes; -1 when there is none.
+static inline int64_t memory_read_number(const char* path, const char* key) {
+    FILE* f = fopen(path, "r");
+    char line[256];
+    int64_t value = -1;
+    while (f != NULL && value < 0 && fgets(line, sizeof(line), f) != NULL) {
+        long long number;
+        if (strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), "%lld", &number) == 1) {
+            value = number * (strstr(line, " kB") != NULL ? 1024 : 1);
+        }
+    }
+    if (f != NULL) { fclose(f); }
+    return value;
+}
+
+// Bytes of host memory that can still be taken: what the kernel calls available, or what the control group (version 2)
+// that a container runs in has left, its file cache counted as free.
+static inline size_t host_memory_available(void) {
+    int64_t available = memory_read_number("/proc/meminfo", "MemAvailable:");
+    int64_t limit = memory_read_number("/sys/fs/cgroup/memory.max", "");
+    int64_t used = memory_read_number("/sys/fs/cgroup/memory.current", "");
+    int64_t cache = memory_read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
+    if (available < 0) { available = (int64_t)4 << 30; }
+    if (limit >= 0 && used >= 0) {
+        int64_t left = limit - used + (cache > 0 ? cache : 0);
+        left = left > 0 ? left : 0;
+        available = left < available ? left : available;
+    }
+    return (size_t)available;
+}
+
 #endif

@@ -127,10 +127,9 @@ static inline int resume_read_head(Resume* resume, const char* folder, char* why
     if (snapshot_in_open(&in, path, why) != 0) { return 1; }
     RunState state;
     int64_t length = snapshot_in_bytes(&in, "config");
-    int bad = snapshot_in_whole(&in, "run", &state, sizeof(state), why) || run_state_check(&state, path, why, SNAPSHOT_WHY);
+    int bad = snapshot_in_whole(&in, "run", &state, sizeof(state), why) || run_state_check(&state, path, why);
     if (!bad && (length < 0 || length > 1 << 20)) {
-        snprintf(why, SNAPSHOT_WHY, "'%s' has settings of %lld bytes, want 0 to %d", path, (long long)length, 1 << 20);
-        bad = 1;
+        bad = checkpoint_refuse(why, "'%s' has settings of %lld bytes, want 0 to %d", path, (long long)length, 1 << 20);
     }
     char* config = bad ? NULL : (char*)calloc_or_die((size_t)length + 1, 1);
     bad = bad || snapshot_in_whole(&in, "config", config, (uint64_t)length, why);
@@ -172,7 +171,7 @@ static inline int resume_open(Resume* resume) {
     if (resume->num_candidates == 0) { return 0; }
     while (resume->at < resume->num_candidates) {
         const ResumeCandidate* candidate = &resume->candidates[resume->at];
-        char why[SNAPSHOT_WHY > LLMC_WHY ? SNAPSHOT_WHY : LLMC_WHY] = "";
+        char why[CHECKPOINT_WHY] = "";
         int bad = candidate->is_llmc ? llmc_read(candidate->path, &resume->gpt, &resume->llmc, &resume->master, &resume->m,
                                                  &resume->v, why)
                                      : resume_read_head(resume, candidate->path, why);

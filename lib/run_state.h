@@ -12,6 +12,7 @@
 
 #include <limits.h>
 
+#include "checkpoint.h"
 #include "config.h"
 #include "dataloader.h"
 #include "logger.h"
@@ -53,36 +54,32 @@ static inline GptConfig run_state_shape(const RunState* state, const char* origi
     return gpt;
 }
 
-// 0 when `state` is one that a run can have written, else 1 with one line in why (size) that names `path`.
-static inline int run_state_check(const RunState* state, const char* path, char* why, size_t size) {
+// 0 when `state` is one that a run can have written, else 1 with one line in why (CHECKPOINT_WHY) that names `path`.
+static inline int run_state_check(const RunState* state, const char* path, char* why) {
     const int64_t counts[] = {state->step, state->num_updates, state->num_ranks - 1, state->window_tokens - 1,
                               state->data_epoch, state->data_shard, state->data_window, state->num_slots,
                               state->amax_history - 1, state->skips_in_a_row, state->step - state->num_updates};
     const OutlierDetector* detectors[] = {&state->loss_outliers, &state->norm_outliers};
     if (state->version != RUN_STATE_VERSION) {
-        snprintf(why, size, "'%s' is a checkpoint of version %lld, want %d", path, (long long)state->version,
+        return checkpoint_refuse(why, "'%s' is a checkpoint of version %lld, want %d", path, (long long)state->version,
                  RUN_STATE_VERSION);
-        return 1;
     }
     for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         if (counts[i] < 0 || counts[i] > INT_MAX) {
-            snprintf(why, size, "'%s' is damaged: a counter of the run (number %zu) is %lld, want 0 to %d", path, i,
+            return checkpoint_refuse(why, "'%s' is damaged: a counter of the run (number %zu) is %lld, want 0 to %d", path, i,
                      (long long)counts[i], INT_MAX);
-            return 1;
         }
     }
     for (int i = 0; i < 2; i++) {
         const OutlierDetector* d = detectors[i];
         if (d->count < 0 || d->count > OUTLIER_WINDOW || d->next < 0 || d->next >= OUTLIER_WINDOW) {
-            snprintf(why, size, "'%s' is damaged: %d values and place %d in a window of %d", path, d->count, d->next,
+            return checkpoint_refuse(why, "'%s' is damaged: %d values and place %d in a window of %d", path, d->count, d->next,
                      OUTLIER_WINDOW);
-            return 1;
         }
     }
     if (state->amax_history > AMAX_HISTORY_MAX || state->slot_bytes != (int64_t)sizeof(ScaleSlot)) {
-        snprintf(why, size, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
+        return checkpoint_refuse(why, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
                  (long long)state->amax_history, (long long)state->slot_bytes, AMAX_HISTORY_MAX, sizeof(ScaleSlot));
-        return 1;
     }
     return 0;
 }

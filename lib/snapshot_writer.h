@@ -45,7 +45,14 @@ typedef enum {
     SNAPSHOT_JOB_END,
     SNAPSHOT_JOB_CANCEL,
     SNAPSHOT_JOB_CLOSE,
+    SNAPSHOT_JOB_CALL,
 } SnapshotJobKind;
+
+// Of a SNAPSHOT_JOB_CALL, in the job's data.
+typedef struct {
+    int (*work)(void* argument); // 0 or errno
+    void* argument;
+} SnapshotCall;
 
 typedef struct SnapshotJob {
     struct SnapshotJob* next;
@@ -165,7 +172,8 @@ static inline void snapshot_writer_put_model(SnapshotWriter* w, const float* par
 }
 
 static inline void snapshot_writer_do_append(SnapshotWriter* w, const SnapshotJob* job) {
-    w->wait(w->context, job->buffer); // after a failure, too: the device may still be writing to it
+    // after a failure, too: the device may still be writing to it
+    if (w->wait != NULL) { w->wait(w->context, job->buffer); }
     int to_model = job->first >= 0 && w->model_fd >= 0;
     if (to_model && w->slice.count == 0) {
         w->slice.first = (uint64_t)job->first;
@@ -205,6 +213,15 @@ static inline void snapshot_writer_do_close(SnapshotWriter* w) {
     w->model_fd = -1;
 }
 
+static inline void snapshot_writer_do_call(SnapshotWriter* w, const SnapshotJob* job) {
+    const SnapshotCall* call = (const SnapshotCall*)job->data;
+    w->error = w->out.error = 0;
+    w->out_path[0] = 0;
+    w->bytes = 0;
+    w->started = snapshot_seconds();
+    snapshot_writer_fail(w, call->work(call->argument), "");
+}
+
 static inline void snapshot_writer_do(SnapshotWriter* w, const SnapshotJob* job) {
     switch (job->kind) {
     case SNAPSHOT_JOB_OPEN: snapshot_writer_do_open(w, job); break;
@@ -215,6 +232,7 @@ static inline void snapshot_writer_do(SnapshotWriter* w, const SnapshotJob* job)
     case SNAPSHOT_JOB_END: snapshot_out_end(&w->out); break;
     case SNAPSHOT_JOB_CANCEL: snapshot_writer_fail(w, ECANCELED, w->out_path); break;
     case SNAPSHOT_JOB_CLOSE: snapshot_writer_do_close(w); break;
+    case SNAPSHOT_JOB_CALL: snapshot_writer_do_call(w, job); break;
     }
     snapshot_writer_fail(w, w->out.error, w->out_path);
 }
@@ -238,7 +256,7 @@ static inline void* snapshot_writer_thread(void* writer) {
         if (job->kind == SNAPSHOT_JOB_APPEND) {
             w->free_buffers[(w->first_free + w->num_free++) % w->num_buffers] = job->buffer;
             pthread_cond_signal(&w->buffer_came);
-        } else if (job->kind == SNAPSHOT_JOB_CLOSE) {
+        } else if (job->kind == SNAPSHOT_JOB_CLOSE || job->kind == SNAPSHOT_JOB_CALL) {
             w->result.error = w->error;
             memcpy(w->result.path, w->error != 0 ? w->error_path : w->out_path, sizeof(w->result.path));
             w->result.bytes = w->bytes;
@@ -259,7 +277,7 @@ static inline void* snapshot_writer_thread(void* writer) {
 
 // Start the writer's thread. buffers: num_buffers blocks of buffer_bytes (a multiple of 4) that the caller owns, pinned
 // where a device copies into them. wait(context, i) returns when buffer i holds its data (a device event); it is called
-// from the writer's thread only, which runs no signal handler.
+// from the writer's thread only, which runs no signal handler. NULL: a buffer holds its data when it is handed over.
 static inline SnapshotWriter* snapshot_writer_create(void** buffers, int num_buffers, size_t buffer_bytes,
                                                      void (*wait)(void* context, int buffer), void* context) {
     check(num_buffers > 0 && buffer_bytes > 0 && buffer_bytes % sizeof(float) == 0,
@@ -410,6 +428,18 @@ static inline void snapshot_writer_end(SnapshotWriter* w) {
 // The checkpoint is complete. With a model file the container gets one more section, "model" (SnapshotModelSlice).
 static inline void snapshot_writer_close(SnapshotWriter* w) {
     snapshot_writer_push(w, SNAPSHOT_JOB_CLOSE, NULL, NULL, 0, 0, -1, -1);
+    w->is_closed = 1;
+}
+
+// Run work(argument) in the writer's thread; its result (0 or errno) comes like that of a checkpoint, which must have
+// been collected before.
+static inline void snapshot_writer_call(SnapshotWriter* w, int (*work)(void* argument), void* argument) {
+    check(!w->is_busy, "the checkpoint writer was given a call before the result of a checkpoint was asked for");
+    SnapshotCall call = {work, argument};
+    w->is_busy = 1;
+    w->is_closed = 0;
+    w->blocked_s = 0.0;
+    snapshot_writer_push(w, SNAPSHOT_JOB_CALL, NULL, &call, sizeof(call), 0, -1, -1);
     w->is_closed = 1;
 }
 
