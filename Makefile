@@ -8,6 +8,7 @@
 #     NVCC=, CUDA_PATH=   another CUDA toolkit than the one on PATH (or in /usr/local/cuda)
 #     NCCL_PATH=          an NCCL outside the toolkit: has include/nccl.h and lib/libnccl.so
 #     CUDNN_PATH=         a cuDNN outside the toolkit: has include/cudnn.h
+#     XXHASH_PATH=        an xxHash outside the compiler's path: the folder that has xxhash.h (default: .deps/xxhash)
 #     CUDNN_FRONTEND_PATH= cudnn-frontend: the folder that has cudnn_frontend.h, or its parent
 #     MARCH=              -march of `make cpu`, default native; x86-64-v3 makes a program that runs elsewhere too
 #     SANITIZE=           flags of `make host`; empty turns the sanitizers off
@@ -42,6 +43,10 @@ MARCH ?= native
 # What a program that is built on one machine and run on another may assume of its processor.
 PORTABLE_ARCH := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 
+# xxHash, a header only; where it cannot be installed (a machine without a network), .deps/xxhash may bring it.
+XXHASH_PATH ?= .deps/xxhash
+XXHASH_FLAGS := $(addprefix -isystem ,$(wildcard $(XXHASH_PATH)))
+
 # A variable that runs its command at most once, and only if a target needs it.
 once = $(eval $(1) := $(2))$($(1))
 
@@ -66,10 +71,10 @@ NCCL_PATH ?= $(wildcard .deps/nccl)
 SM90A := -gencode=arch=compute_90a,code=sm_90a
 NVCC_FLAGS = -std=c++17 -O3 $(SM90A) -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
     $(addprefix -Xcompiler ,$(PORTABLE_ARCH)) $(MPI_NVCC_CFLAGS) $(addprefix -I,$(addsuffix /include,$(NCCL_PATH))) \
-    $(CUDNN_DEFINE)
+    $(CUDNN_DEFINE) $(XXHASH_FLAGS)
 # The run-time path makes the program find the libraries it was linked with, wherever the toolkit is.
 NVCC_LIBS = $(foreach dir,$(CUDA_PATH)/lib64 $(addsuffix /lib,$(abspath $(NCCL_PATH))),-L$(dir) -Xlinker -rpath,$(dir)) \
-    -lcublasLt -lnccl -ldl $(MPI_NVCC_LIBS)
+    -lcublasLt -lnccl -ldl -lpthread $(MPI_NVCC_LIBS)
 
 # Optional: attention by cuDNN, one translation unit. libcudnn itself is opened at run time.
 CUDNN ?= 1
@@ -137,8 +142,9 @@ need-nvcc:
 # ----------------------------------------------------------------------------------------------------------------------
 # CPU
 
-CPU_FLAGS = -std=c++17 -O3 -march=$(MARCH) -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS) -DCPU_FLOOR $(MPI_CFLAGS)
-C_FLAGS := -std=c11 -D_GNU_SOURCE $(WARNINGS)
+CPU_FLAGS = -std=c++17 -O3 -march=$(MARCH) -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS) -DCPU_FLOOR \
+    $(MPI_CFLAGS) $(XXHASH_FLAGS)
+C_FLAGS := -std=c11 -D_GNU_SOURCE $(WARNINGS) $(XXHASH_FLAGS)
 
 cpu: train_gpt_fp8_cpu ## the program for machines without a GPU, ./train_gpt_fp8_cpu
 

@@ -36,6 +36,10 @@
 #define XXH_INLINE_ALL // header only: nothing to link, nothing to find at run time
 #include <xxhash.h>
 
+#if XXH_VERSION_NUMBER < 800
+#error "want xxHash 0.8 or newer: before that XXH3 gave other values"
+#endif
+
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the structs below are written as they lie in memory: little-endian machines only"
 #endif

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # setup.sh [--what cpu|gpu|test] [--dry-run]: find out what is missing to build and run, and install it.
 #
-#   cpu    compiler, OpenMPI, PCRE2, Python 3: the program for any machine, the data tools, the comparison (default)
+#   cpu    compiler, OpenMPI, PCRE2, xxHash, Python 3: the program for any machine, the data tools, the
+#          comparison (default)
 #   gpu    the same, the CUDA toolkit and NCCL; cuDNN's headers where cuDNN itself is there (optional)
 #   test   the same as cpu, and xz; what the GPU tests need is not installed for `make test`
 #
@@ -79,6 +80,9 @@ look_for_host_tools() {
         missing "OpenMPI" libopenmpi-dev openmpi-bin
     fi
     compiles '#define PCRE2_CODE_UNIT_WIDTH 8\n#include <pcre2.h>' || missing "PCRE2 headers" libpcre2-dev
+    # hashes of 64 bits have their final form since 0.8
+    compiles '#include <xxhash.h>\n#if XXH_VERSION_NUMBER < 800\n#error\n#endif' -isystem .deps/xxhash ||
+        missing "xxHash 0.8 or newer" libxxhash-dev
     have python3 || missing "Python 3" python3
     if [[ $what == test ]]; then
         have xz || missing "xz" xz-utils

@@ -81,12 +81,12 @@ expect "setup: an unknown argument" 2 "unknown argument '--frob'" scripts/setup.
 expect "setup: an unknown set" 2 "--what 'all'" scripts/setup.sh --what all
 expect "setup: --what without its value" 2 "--what ''" scripts/setup.sh --what
 if command -v apt-get >/dev/null; then
-    expect "setup: a bare machine" 0 "apt-get install -y --no-install-recommends build-essential libopenmpi-dev openmpi-bin libpcre2-dev python3 xz-utils" \
+    expect "setup: a bare machine" 0 "apt-get install -y --no-install-recommends build-essential libopenmpi-dev openmpi-bin libpcre2-dev libxxhash-dev python3 xz-utils" \
         env PATH="$(machine apt-get apt-cache)" scripts/setup.sh --what test --dry-run
     expect "setup: only what is missing" 0 "install -y --no-install-recommends xz-utils" \
         env PATH="$(machine apt-get gcc g++ make mpicc mpirun python3 as ld)" CC="$compiler" scripts/setup.sh --what test --dry-run
 fi
-expect "setup: no apt-get" 1 "missing: a C and C++ compiler and make, OpenMPI, PCRE2 headers, Python 3. This system has no apt-get" \
+expect "setup: no apt-get" 1 "missing: a C and C++ compiler and make, OpenMPI, PCRE2 headers, xxHash 0.8 or newer, Python 3. This system has no apt-get" \
     env PATH="$(machine)" scripts/setup.sh --what cpu
 expect "quickstart: an unknown device" 2 "'tpu', want cpu, gpu" scripts/quickstart.sh tpu
 

@@ -135,7 +135,7 @@ static void test_round_trip(void) {
            "a file without sections: %s", why);
 }
 
-// The file is what the head comment of snapshot.h says, byte for byte: a later version must still read it.
+// The file is what the head comment of snapshot.h says, byte for byte (one section, 8192 bytes): a later version must still read it.
 static void test_layout(void) {
     SnapshotOut out;
     snapshot_out_open(&out, at("layout.bin"), 0);
@@ -147,7 +147,7 @@ static void test_layout(void) {
     unsigned char* file = read_bytes(at("layout.bin"), &n);
     // clang-format off
     static const unsigned char head[] = {
-        'G', 'P', 'T', 'F', 'P', '8', 'C', 'K', 1, 0, 0, 0, 1, 0, 0, 0, 0, 0x20, 0, 0, 0, 0, 0, 0, // 1 section, 8192 bytes
+        'G', 'P', 'T', 'F', 'P', '8', 'C', 'K', 1, 0, 0, 0, 1, 0, 0, 0, 0, 0x20, 0, 0, 0, 0, 0, 0,
         'a', 'b', 'c', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0,
     };
     // clang-format on
