@@ -509,7 +509,7 @@ static inline int llmc_join_weights(FILE* f, int version, int has_master, float*
 static inline int llmc_read(const char* model_path, GptConfig* gpt, LlmcState* state, float** master, float** m,
                             float** v, char* why) {
     size_t begin = 0;
-    int step = llmc_step_of_path(model_path, &begin), version;
+    int step = llmc_step_of_path(model_path, &begin), version = 0;
     if (step < 0) {
         return checkpoint_refuse(why,
                                  "'%s' is not named like a checkpoint of llm.c (model_%%08d.bin), so the state that "
