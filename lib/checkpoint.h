@@ -5,8 +5,8 @@
 //     here     one flat FP32 array (num_parameters) in that order
 //
 // Written to PATH.tmp, synced and renamed, so that PATH is always a whole file or absent. On reading magic, version,
-// shape and exact size are checked before anything is allocated. Every function that can fail comes in two: `try` leaves
-// one line in why (CHECKPOINT_WHY bytes) and returns, the other ends the process with that line.
+// shape and exact size are checked before anything is allocated. Every function that can fail comes in two: `try`
+// leaves one line in why (CHECKPOINT_WHY bytes) and returns, the other ends the process with that line.
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
 
@@ -144,8 +144,8 @@ static inline int checkpoint_read_parameters(FILE* f, int version, float* out, s
     if (version == MODEL_FILE_FP32) {
         return fread(out, sizeof(float), n, f) != n;
     }
-    // The bytes are read into the upper half of `out` and widened from its front. Value i is read at 2n + 2i and written
-    // to 4i..4i+3, never over what is still to be read: 4i + 4 <= 2n + 2(i + 1) for every i < n.
+    // The bytes are read into the upper half of `out` and widened from its front. Value i is read at 2n + 2i and
+    // written to 4i..4i+3, never over what is still to be read: 4i + 4 <= 2n + 2(i + 1) for every i < n.
     unsigned char* half = (unsigned char*)out + 2 * n;
     if (fread(half, 2, n, f) != n) {
         return 1;
@@ -296,8 +296,8 @@ static inline void checkpoint_check_writable(const char* path) {
 }
 
 // Write params (num_parameters) FP32 as an llm.c model file: version MODEL_FILE_BF16 rounds to nearest even,
-// MODEL_FILE_FP32 keeps the bits. `path` appears only when the whole file is on disk. 0, or the errno of what failed and
-// the reason in `why` (CHECKPOINT_WHY).
+// MODEL_FILE_FP32 keeps the bits. `path` appears only when the whole file is on disk. 0, or the errno of what failed
+// and the reason in `why` (CHECKPOINT_WHY).
 static inline int checkpoint_try_write_model(const char* path, const GptConfig* gpt, const float* params, int version,
                                              char* why) {
     check(version == MODEL_FILE_BF16 || version == MODEL_FILE_FP32, "checkpoint_write_model: version %d, want 3 or 5",
