@@ -15,11 +15,15 @@
 #endif
 #include <ctype.h>
 #include <errno.h>
+#include <dirent.h>
+#include <fcntl.h>
 #include <glob.h>
 #include <limits.h>
 #include <math.h>
 #include <mpi.h>
 #include <omp.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -47,6 +51,12 @@
 #include "lib/micro_batch.h"
 #include "lib/profile.h"
 #include "lib/logger.h"
+#include "lib/run_state.h"
+#include "lib/snapshot.h"
+#include "lib/snapshot_writer.h"
+#include "lib/llmc_state.h"
+#include "lib/resume.h"
+#include "lib/stop.h"
 
 #include "dev/compare.h"
 #include "dev/test_ops.h"
@@ -1118,8 +1128,33 @@ static void nan_leaves_no_trace(void) {
 // How a run is made, the second time, that must end with the bits of the first.
 typedef enum {
     SECOND_VALIDATES, // between all steps
-    SECOND_LAUNCHES_EARLY
+    SECOND_LAUNCHES_EARLY,
+    SECOND_IS_RESUMED // twice, by sessions that begin with other weights: while scales warm up, and when they are warm
 } SecondRun;
+
+// The session goes to disk, and comes back in another one.
+static void* resumed(const Floor* floor, void* session, const char* flags, const float* other_weights, const int* tokens,
+                     int num_tokens) {
+    char run[300];
+    snprintf(run, sizeof(run), "%s/test_gpt_fp8_XXXXXX", getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp");
+    check(mkdtemp(run) != NULL, "cannot make '%s': %s", run, strerror(errno));
+    expect(floor->save(session, run), "%s: no checkpoint was written", flags);
+    floor->close(session);
+    session = floor->open(flags, other_weights, tokens, num_tokens, CPU_THREADS);
+    floor->load(session, run);
+    int* steps;
+    for (int i = snapshot_steps(run, &steps) - 1; i >= 0; i--) {
+        char folder[SNAPSHOT_PATH];
+        snapshot_path(folder, sizeof(folder), run, steps[i], NULL);
+        snapshot_remove_folder(folder);
+    }
+    free(steps);
+    char latest[310];
+    snprintf(latest, sizeof(latest), "%s/latest", run);
+    remove(latest);
+    expect(rmdir(run) == 0, "'%s' holds more than checkpoints: %s", run, strerror(errno));
+    return session;
+}
 
 // Two runs on the same floor end with the same bits: through the warm-up, when scales move in every step, and after it.
 static void expect_no_difference(const Floor* floor, const SmallModel* s, SecondRun difference) {
@@ -1139,6 +1174,9 @@ static void expect_no_difference(const Floor* floor, const SmallModel* s, Second
             void* session = floor->open(flags, weights, tokens, num_tokens, CPU_THREADS);
             if (difference == SECOND_LAUNCHES_EARLY) { floor->launch_early(session, second); }
             for (int k = 0; k < AMAX_WARMUP + 4; k++) {
+                if (difference == SECOND_IS_RESUMED && second && (k == 5 || k == AMAX_WARMUP + 2)) {
+                    session = resumed(floor, session, flags, random_weights(&arena, &s->config, 2), tokens, num_tokens);
+                }
                 if (difference == SECOND_VALIDATES && second) {
                     float loss = floor->validate(session, 2);
                     expect(isfinite(loss) && loss == floor->validate(session, 2), "%s: validation is not repeatable",
@@ -1169,6 +1207,17 @@ static void validation_changes_nothing_gpu(void) {
         unit_skip(gpu_missing);
     } else {
         expect_no_difference(gpu, &small_models[0], SECOND_VALIDATES);
+    }
+}
+
+// A run that is interrupted and continued from its checkpoint ends where one ends that never stopped.
+static void resume_changes_nothing_cpu(void) { expect_no_difference(cpu_floor, &small_models[0], SECOND_IS_RESUMED); }
+static void resume_changes_nothing_gpu(void) {
+    if (gpu == NULL) {
+        unit_skip(gpu_missing);
+    } else {
+        expect_no_difference(gpu, &small_models[0], SECOND_IS_RESUMED);
+        expect_no_difference(gpu, &small_models[1], SECOND_IS_RESUMED);
     }
 }
 
@@ -1245,6 +1294,8 @@ static const NamedTest model_tests[] = {
     {"model_validation_changes_nothing_cpu", validation_changes_nothing_cpu},
     {"model_validation_changes_nothing_gpu", validation_changes_nothing_gpu},
     {"model_early_launch_changes_nothing_gpu", early_launch_changes_nothing_gpu},
+    {"model_resume_changes_nothing_cpu", resume_changes_nothing_cpu},
+    {"model_resume_changes_nothing_gpu", resume_changes_nothing_gpu},
 };
 enum { NUM_MODEL_TESTS = sizeof(model_tests) / sizeof(model_tests[0]) };
 

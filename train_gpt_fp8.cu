@@ -618,6 +618,12 @@ static void update_scales_and_quantize_weights(Model* model) {
     }
 }
 
+static StepState read_state(Model* model) {
+    StepState state;
+    device_copy_out(model->dev, &state, model->state, sizeof(state));
+    return state;
+}
+
 // Everything that the passes read of the master weights, after num_updates updates the last of which rounded as
 // `rounding` says. Slots of activations and gradients stay as they are: their amaxes are 0, which says nothing.
 static void model_take_master(Model* model, int num_updates, AdamW rounding) {
@@ -626,7 +632,7 @@ static void model_take_master(Model* model, int num_updates, AdamW rounding) {
     device_zero(model->dev, model->state, sizeof(StepState));
     for_each_parameter(model, visit_from_master, NULL);
     update_scales_and_quantize_weights(model);
-    device_sync(model->dev);
+    model->slots_warming = read_state(model).slots_warming;
 }
 
 // Take `values` (num_parameters, llm.c's order) as the weights; moments zero, no update done yet.
@@ -846,12 +852,6 @@ static AdamW next_update(const Model* model, float learning_rate) {
 static void update(Model* model, AdamW adamw, int apply) {
     if (apply) { for_each_parameter(model, visit_update, &adamw); }
     update_scales_and_quantize_weights(model);
-}
-
-static StepState read_state(Model* model) {
-    StepState state;
-    device_copy_out(model->dev, &state, model->state, sizeof(state));
-    return state;
 }
 
 typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_OUTLIER } StepVerdict;
@@ -1421,7 +1421,6 @@ static int load_checkpoint(Model* model, const RunState* state, const char* fold
         rounding.seed = (uint64_t)state->seed;
         rounding.stochastic = state->stochastic && state->num_updates > 0;
         model_take_master(model, (int)state->num_updates, rounding);
-        model->slots_warming = read_state(model).slots_warming;
     }
     free(saved);
     free(piece);

@@ -276,6 +276,8 @@ typedef struct {
     // element i of the BF16 copy of tensor `tensor` (no linear weight) that the passes read; returns what it was
     float (*poke)(void* session, int tensor, size_t i, float value);
     void (*launch_early)(void* session, int on); // see launch in gpu.cuh; the CPU has nothing to launch
+    int (*save)(void* session, const char* folder); // a training checkpoint; 1: it is complete
+    int (*load)(void* session, const char* folder); // go on from the newest there; returns its step
 } Floor;
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -340,9 +340,9 @@ typedef struct {
     TrainConfig train;
     GptConfig config;
     Model model;
-    DataLoader loader, val_loader;
+    Run run;
+    int steps_done;
     char shard[256];
-    OutlierDetector loss_outliers, norm_outliers;
 } Session;
 
 // A shard in llm.c's format in a temporary file.
@@ -385,15 +385,18 @@ static void* probe_open(const char* flags, const float* weights, const int* toke
     model_set_weights(&s->model, weights);
     quiet_end(saved);
     DataOptions data = {s->train.batch_size, s->train.seq_len, 0, 1, s->config.vocab_size, DATA_IN_ORDER, 42};
-    dataloader_open(&s->loader, s->shard, data);
-    dataloader_open(&s->val_loader, s->shard, data);
+    dataloader_open(&s->run.train_loader, s->shard, data);
+    dataloader_open(&s->run.val_loader, s->shard, data);
+    s->run.has_train = s->run.has_val = 1;
+    s->run.save.newest = s->run.save.retry_at = -1;
     return s;
 }
 
 static void probe_close(void* session) {
     Session* s = (Session*)session;
-    dataloader_close(&s->loader);
-    dataloader_close(&s->val_loader);
+    save_free(&s->run.save, s->dev);
+    dataloader_close(&s->run.train_loader);
+    dataloader_close(&s->run.val_loader);
     unlink(s->shard);
     model_free(&s->model);
     comm_free(s->comm);
@@ -406,14 +409,16 @@ static HostStep probe_step(void* session, float learning_rate) {
     StepReport report;
     memset(&report, 0, sizeof(report));
     StepVerdict verdict =
-        train_step(&s->model, &s->loader, learning_rate, 1, &s->loss_outliers, &s->norm_outliers, &report);
+        train_step(&s->model, &s->run.train_loader, learning_rate, 1, &s->run.loss_outliers, &s->run.norm_outliers,
+                   &report);
+    s->steps_done++;
     HostStep step = {report.loss, report.grad_norm, (int)verdict, s->model.slots_warming};
     return step;
 }
 
 static float probe_validate(void* session, int num_batches) {
     Session* s = (Session*)session;
-    return validate(&s->model, &s->val_loader, num_batches);
+    return validate(&s->model, &s->run.val_loader, num_batches);
 }
 
 static void probe_forward(void* session, float* logits, float* losses) {
@@ -421,9 +426,9 @@ static void probe_forward(void* session, float* logits, float* losses) {
     Model* model = &s->model;
     int BT = model->B * model->T, V = s->config.vocab_size, Vp = s->config.padded_vocab_size;
     check(model->head_rows >= BT, "test: logits of %d rows, %d are kept", BT, model->head_rows);
-    dataloader_rewind(&s->val_loader);
+    dataloader_rewind(&s->run.val_loader);
     set_scaling(model, model->slots_warming > 0, 0);
-    stage_batch(model, &model->looked_at, &s->val_loader);
+    stage_batch(model, &model->looked_at, &s->run.val_loader);
     upload_batch(model, &model->looked_at);
     gpt_forward(model, model->batch.tokens, model->B, model->T);
     gpt_loss(model, model->batch.targets, 0.0f, 0, BT);
@@ -458,6 +463,32 @@ static void probe_set_weights(void* session, const float* weights) {
     model_set_weights(&((Session*)session)->model, weights);
 }
 
+static int probe_save(void* session, const char* folder) {
+    Session* s = (Session*)session;
+    s->train.output_dir = folder;
+    int saved = quiet_begin();
+    save_begin(&s->run, &s->model, s->steps_done);
+    save_poll(&s->run, &s->model, 1);
+    quiet_end(saved);
+    s->train.output_dir = "";
+    return s->run.save.newest == s->steps_done;
+}
+
+static int probe_load(void* session, const char* folder) {
+    Session* s = (Session*)session;
+    Resume resume;
+    s->train.resume = folder;
+    // the shard is a temporary file: another name, but the same data
+    int saved = quiet_begin();
+    resume_find(&resume, &s->train, 0);
+    resume_open(&resume);
+    resume.state.data_fingerprint = run_data_fingerprint(&s->run.train_loader);
+    resume_run(&s->run, &s->model, &resume);
+    quiet_end(saved);
+    resume_free(&resume);
+    return s->steps_done = s->run.first_step;
+}
+
 static float probe_poke(void* session, int tensor, size_t i, float value) {
     Session* s = (Session*)session;
     float before;
@@ -484,7 +515,8 @@ static void probe_launch_early(void* session, int on) {
 static const Floor probe_floor = {PROBE_FLOOR_NAME, probe_device_open, probe_device_close, probe_attention_name,
                                   probe_op,         probe_open,        probe_close,        probe_step,
                                   probe_validate,   probe_forward,     probe_grads,        probe_weights,
-                                  probe_slots,      probe_set_weights, probe_poke,        probe_launch_early};
+                                  probe_slots,      probe_set_weights, probe_poke,        probe_launch_early,
+                                  probe_save,       probe_load};
 
 #undef PROBE_FLOOR_NAME
 #undef PROBE_GUARD

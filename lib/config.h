@@ -300,13 +300,11 @@ static inline const Flag* config_flags(int* count) {
         {"keep-every", "nm", FLAG_INT, FLAG_OF_VIEW, FLAG_AT(keep_every), "0", 0, 2e9, NULL, "N",
          "also keep those whose step is a multiple of N; 0: none"},
         {"resume", "y", FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(resume), "0", 0, 0, NULL, "0|1|PATH",
-         "1: go on from the newest whole checkpoint in -o, ours or llm.c's, if there is one; PATH: from that checkpoint "
-         "folder, run folder, or llm.c model file with its state files beside it"},
+         "1: go on from the newest whole checkpoint in -o; PATH: from that checkpoint, run, or llm.c model file"},
         {"max-minutes", NULL, FLAG_FLOAT, FLAG_OF_VIEW, FLAG_AT(max_minutes), "0", 0, 1e7, NULL, "F",
          "stop before F minutes are over, with a checkpoint and exit status 75; 0: never"},
         {"checkpoint-memory", NULL, FLAG_FLOAT, FLAG_OF_VIEW, FLAG_AT(checkpoint_memory), "0", 0, 1e6, NULL, "GIB",
-         "pinned host memory per rank for checkpoints on their way to disk; 0: a whole checkpoint, if half of the free "
-         "memory is enough"},
+         "pinned host memory per rank for checkpoints; 0: for a whole one, if half of what is free is enough"},
         {"export-llmc", NULL, FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(export_llmc), "", 0, 0, NULL, "DIR",
          "write the last step as an llm.c checkpoint, which llm.c continues with -y 1 -o DIR"},
         {"export-llmc-processes", NULL, FLAG_INT, FLAG_OF_VIEW, FLAG_AT(export_llmc_processes), "1", 1, 65536, NULL,

@@ -16,14 +16,16 @@
 // A run that is continued from a checkpoint continues its logs: lines of steps that will be done again move to
 // main.log.cut and metrics.jsonl.cut, so that the log reads as if the run had never been interrupted.
 //
-// Only rank 0 writes. Every line is flushed when it is written, so that a killed run has its log and a full disk stops
-// the run with one error line instead of losing it silently.
+// Only rank 0 writes. Every line is flushed when it is written, so that a killed run has its log. A line that cannot be
+// written (a full disk) is lost, whole and with a warning; training goes on, and the lines after it are tried again.
 #ifndef LOGGER_H
 #define LOGGER_H
 
 #include "check.h"
 
 #include <math.h>
+#include <stdio_ext.h>
+#include <unistd.h>
 
 #include "config.h"
 #include "profile.h"
@@ -104,10 +106,14 @@ typedef struct {
 } StepReport;
 
 typedef struct {
-    FILE* main_log; // NULL: no files
-    FILE* metrics;
-    char* main_log_path;
-    char* metrics_path;
+    FILE* file; // NULL: none
+    char* path;
+    off_t end; // of the last line that is whole
+    int lost;  // lines since then
+} LogFile;
+
+typedef struct {
+    LogFile main_log, metrics;
 } Logger;
 
 // Make the folder `path` with its parents. An error names what is in the way.
@@ -135,17 +141,37 @@ static inline char* logger_path(const char* folder, const char* name) {
     return path;
 }
 
-// Bring the line just written to the file; a full disk ends the run here.
-static inline void logger_flush(FILE* f, const char* path) {
-    check(fflush(f) == 0 && !ferror(f), "cannot write '%s': %s", path, strerror(errno));
+// Bring the line just written to the file. If that fails nothing of it stays, and a warning says so, once until it
+// goes well again.
+static inline void logger_flush(LogFile* log) {
+    if (fflush(log->file) == 0 && !ferror(log->file)) {
+        if (log->lost > 0) { fprintf(stderr, "warning: '%s' is written again, %d lines are lost\n", log->path, log->lost); }
+        log->end = ftello(log->file);
+        log->lost = 0;
+        return;
+    }
+    int error = errno;
+    if (log->lost++ == 0) {
+        fprintf(stderr, "WARNING: cannot write '%s': %s; its lines are lost until there is room, training goes on\n",
+                log->path, strerror(error));
+    }
+    __fpurge(log->file);
+    clearerr(log->file);
+    if (ftruncate(fileno(log->file), log->end) == 0) { fseeko(log->file, log->end, SEEK_SET); }
+}
+
+static inline void logger_open_file(LogFile* log, const char* folder, const char* name, const char* mode) {
+    log->path = logger_path(folder, name);
+    log->file = fopen_or_die(log->path, mode);
+    fseeko(log->file, 0, SEEK_END);
+    log->end = ftello(log->file);
+    log->lost = 0;
 }
 
 static inline void logger_open_files(Logger* logger, const TrainConfig* train, const char* mode) {
     logger_make_folder(train->output_dir);
-    logger->main_log_path = logger_path(train->output_dir, "main.log");
-    logger->metrics_path = logger_path(train->output_dir, "metrics.jsonl");
-    logger->main_log = fopen_or_die(logger->main_log_path, mode);
-    logger->metrics = fopen_or_die(logger->metrics_path, mode);
+    logger_open_file(&logger->main_log, train->output_dir, "main.log", mode);
+    logger_open_file(&logger->metrics, train->output_dir, "metrics.jsonl", mode);
 }
 
 // Start the log files of this run in train->output_dir, which is made when it does not exist; logs of an earlier run
@@ -157,11 +183,11 @@ static inline void logger_open(Logger* logger, const TrainConfig* train, const G
         return;
     }
     logger_open_files(logger, train, "w");
-    fprintf(logger->metrics, "{\"type\": \"config\", \"config_hash\": \"%016llx\", \"config\": ",
+    fprintf(logger->metrics.file, "{\"type\": \"config\", \"config_hash\": \"%016llx\", \"config\": ",
             (unsigned long long)config_hash(train, gpt));
-    config_write_json(logger->metrics, train, gpt);
-    fprintf(logger->metrics, "}\n");
-    logger_flush(logger->metrics, logger->metrics_path);
+    config_write_json(logger->metrics.file, train, gpt);
+    fprintf(logger->metrics.file, "}\n");
+    logger_flush(&logger->metrics);
 }
 
 // Does the line of a log speak of step `step` or a later one, which a run continued there will write again? What came of
@@ -222,14 +248,14 @@ static inline void logger_continue(Logger* logger, const TrainConfig* train, con
         free(paths[i]);
     }
     logger_open_files(logger, train, "a");
-    fprintf(logger->metrics, "{\"type\": \"resume\", \"step\": %d, \"from\": ", step);
-    config_write_json_string(logger->metrics, from);
-    fprintf(logger->metrics, ", \"changes\": ");
-    config_write_json_string(logger->metrics, changes);
-    fprintf(logger->metrics, ", \"config_hash\": \"%016llx\", \"config\": ", (unsigned long long)config_hash(train, gpt));
-    config_write_json(logger->metrics, train, gpt);
-    fprintf(logger->metrics, "}\n");
-    logger_flush(logger->metrics, logger->metrics_path);
+    fprintf(logger->metrics.file, "{\"type\": \"resume\", \"step\": %d, \"from\": ", step);
+    config_write_json_string(logger->metrics.file, from);
+    fprintf(logger->metrics.file, ", \"changes\": ");
+    config_write_json_string(logger->metrics.file, changes);
+    fprintf(logger->metrics.file, ", \"config_hash\": \"%016llx\", \"config\": ", (unsigned long long)config_hash(train, gpt));
+    config_write_json(logger->metrics.file, train, gpt);
+    fprintf(logger->metrics.file, "}\n");
+    logger_flush(&logger->metrics);
 }
 
 // `, "name": value` with `digits` significant digits; null when it is not finite.
@@ -242,13 +268,13 @@ static inline void logger_json_number(FILE* f, const char* name, double value, i
 }
 
 static inline void logger_log_step(Logger* logger, const StepReport* report) {
-    if (logger->main_log == NULL) {
+    if (logger->main_log.file == NULL) {
         return;
     }
-    fprintf(logger->main_log, "s:%d trl:%.4f lr:%.6f norm:%.2f\n", report->step, (double)report->loss,
+    fprintf(logger->main_log.file, "s:%d trl:%.4f lr:%.6f norm:%.2f\n", report->step, (double)report->loss,
             (double)report->learning_rate, (double)report->grad_norm);
-    logger_flush(logger->main_log, logger->main_log_path);
-    FILE* f = logger->metrics;
+    logger_flush(&logger->main_log);
+    FILE* f = logger->metrics.file;
     fprintf(f, "{\"type\": \"step\", \"step\": %d, \"tokens\": %lld", report->step, (long long)report->tokens);
     logger_json_number(f, "loss", (double)report->loss, 9); // nine digits bring a float back to the bit
     logger_json_number(f, "grad_norm", (double)report->grad_norm, 9);
@@ -259,66 +285,67 @@ static inline void logger_log_step(Logger* logger, const StepReport* report) {
     logger_json_number(f, "loss_z", report->loss_z, 4);
     logger_json_number(f, "grad_norm_z", report->grad_norm_z, 4);
     fprintf(f, ", \"skipped\": %d, \"slots_warming\": %d}\n", report->skipped, report->slots_warming);
-    logger_flush(f, logger->metrics_path);
+    logger_flush(&logger->metrics);
 }
 
 // Validation loss after `step` updates, with `tokens` trained on so far.
 static inline void logger_log_val(Logger* logger, int step, int64_t tokens, float loss) {
-    if (logger->main_log == NULL) {
+    if (logger->main_log.file == NULL) {
         return;
     }
-    fprintf(logger->main_log, "s:%d tel:%.4f\n", step, (double)loss);
-    logger_flush(logger->main_log, logger->main_log_path);
-    fprintf(logger->metrics, "{\"type\": \"val\", \"step\": %d, \"tokens\": %lld", step, (long long)tokens);
-    logger_json_number(logger->metrics, "loss", (double)loss, 9);
-    fprintf(logger->metrics, "}\n");
-    logger_flush(logger->metrics, logger->metrics_path);
+    fprintf(logger->main_log.file, "s:%d tel:%.4f\n", step, (double)loss);
+    logger_flush(&logger->main_log);
+    fprintf(logger->metrics.file, "{\"type\": \"val\", \"step\": %d, \"tokens\": %lld", step, (long long)tokens);
+    logger_json_number(logger->metrics.file, "loss", (double)loss, 9);
+    fprintf(logger->metrics.file, "}\n");
+    logger_flush(&logger->metrics);
 }
 
 // Accuracy (0 to 1) of an evaluation after `step` updates.
 static inline void logger_log_eval(Logger* logger, int step, float accuracy) {
-    if (logger->main_log == NULL) {
+    if (logger->main_log.file == NULL) {
         return;
     }
-    fprintf(logger->main_log, "s:%d eval:%.4f\n", step, (double)accuracy);
-    logger_flush(logger->main_log, logger->main_log_path);
-    fprintf(logger->metrics, "{\"type\": \"eval\", \"step\": %d", step);
-    logger_json_number(logger->metrics, "accuracy", (double)accuracy, 9);
-    fprintf(logger->metrics, "}\n");
-    logger_flush(logger->metrics, logger->metrics_path);
+    fprintf(logger->main_log.file, "s:%d eval:%.4f\n", step, (double)accuracy);
+    logger_flush(&logger->main_log);
+    fprintf(logger->metrics.file, "{\"type\": \"eval\", \"step\": %d", step);
+    logger_json_number(logger->metrics.file, "accuracy", (double)accuracy, 9);
+    fprintf(logger->metrics.file, "}\n");
+    logger_flush(&logger->metrics);
 }
 
 // A checkpoint of `bytes` after `step` updates is complete: written in write_s seconds, delay_s of which training waited.
 static inline void logger_log_checkpoint(Logger* logger, int step, uint64_t bytes, double write_s, double delay_s) {
-    if (logger->main_log == NULL) {
+    if (logger->main_log.file == NULL) {
         return;
     }
-    fprintf(logger->metrics, "{\"type\": \"checkpoint\", \"step\": %d, \"bytes\": %llu", step, (unsigned long long)bytes);
-    logger_json_number(logger->metrics, "write_s", write_s, 4);
-    logger_json_number(logger->metrics, "gb_per_s", write_s > 0.0 ? 1e-9 * (double)bytes / write_s : NAN, 4);
-    logger_json_number(logger->metrics, "delay_s", delay_s, 4);
-    fprintf(logger->metrics, "}\n");
-    logger_flush(logger->metrics, logger->metrics_path);
+    fprintf(logger->metrics.file, "{\"type\": \"checkpoint\", \"step\": %d, \"bytes\": %llu", step, (unsigned long long)bytes);
+    logger_json_number(logger->metrics.file, "write_s", write_s, 4);
+    logger_json_number(logger->metrics.file, "gb_per_s", write_s > 0.0 ? 1e-9 * (double)bytes / write_s : NAN, 4);
+    logger_json_number(logger->metrics.file, "delay_s", delay_s, 4);
+    fprintf(logger->metrics.file, "}\n");
+    logger_flush(&logger->metrics);
 }
 
 // The profile of the steps up to `step`.
 static inline void logger_log_profile(Logger* logger, int step, const Profile* profile) {
-    if (logger->main_log == NULL) {
+    if (logger->main_log.file == NULL) {
         return;
     }
-    fprintf(logger->metrics, "{\"type\": \"profile\", \"step\": %d, \"profile\": ", step);
-    profile_write_json(logger->metrics, profile);
-    fprintf(logger->metrics, "}\n");
-    logger_flush(logger->metrics, logger->metrics_path);
+    fprintf(logger->metrics.file, "{\"type\": \"profile\", \"step\": %d, \"profile\": ", step);
+    profile_write_json(logger->metrics.file, profile);
+    fprintf(logger->metrics.file, "}\n");
+    logger_flush(&logger->metrics);
 }
 
-// Close the files; what could not be brought to disk is an error.
+// Close the files.
 static inline void logger_close(Logger* logger) {
-    if (logger->main_log != NULL) {
-        fclose_or_die(logger->main_log, logger->main_log_path);
-        fclose_or_die(logger->metrics, logger->metrics_path);
-        free(logger->main_log_path);
-        free(logger->metrics_path);
+    LogFile* logs[] = {&logger->main_log, &logger->metrics};
+    for (int i = 0; i < 2; i++) {
+        if (logs[i]->file == NULL) { continue; }
+        if (logs[i]->lost > 0) { fprintf(stderr, "warning: '%s' lacks its last %d lines\n", logs[i]->path, logs[i]->lost); }
+        fclose(logs[i]->file); // every line has been flushed
+        free(logs[i]->path);
     }
     memset(logger, 0, sizeof(*logger));
 }

@@ -16,6 +16,7 @@
 #include "config.h"
 #include "dataloader.h"
 #include "logger.h"
+#include "scaling.h"
 
 enum { RUN_STATE_VERSION = 1 };
 

@@ -217,10 +217,6 @@ static void test_llmc_command_lines(void) {
 // What is not supported is refused by its name, with the value; what means the same is taken.
 static void test_unsupported_is_refused(void) {
     static const char* refused[][2] = {
-        {"-n 5000", "--checkpoint-every (-n): the value '5000' of this llm.c flag is not supported"},
-        {"-y 1", "--resume (-y): the value '1'"},
-        {"-nk 5", "--checkpoints-keep (-nk): the value '5'"},
-        {"-nm 100", "--checkpoint-major-every (-nm)"},
         {"-h 1", "--hellaswag (-h): the value '1'"},
         {"-w 0", "--master-weights (-w): the value '0'"},
         {"-r 1", "--recompute (-r): the value '1'"},
@@ -527,6 +523,55 @@ static void test_float_text(void) {
     }
 }
 
+static void test_checkpoint_flags(void) {
+    Line line = line_of("-i a -o log -n 5000 -nk 5 -nm 20000 -y 1 --max-minutes 55.5 --export-llmc out");
+    TrainConfig t;
+    GptConfig g;
+    parse(&line, &t, &g);
+    config_finish(&t, &g, 1, 0);
+    expect(t.checkpoint_every == 5000 && t.keep == 5 && t.keep_every == 20000 && strcmp(t.resume, "1") == 0 &&
+           t.max_minutes == 55.5f && strcmp(t.export_llmc, "out") == 0 && t.export_llmc_processes == 1, "values");
+    expect(!t.shape_given, "nothing was said about the shape");
+    Line shaped = line_of("-i a --num-layers=3");
+    parse(&shaped, &t, &g);
+    expect(t.shape_given, "--num-layers says something about the shape");
+    dies("-i a -n 10", "--checkpoint-every (-n) wants --output-dir (-o)");
+    dies("-i a -y 1", "--resume (-y) 1 wants --output-dir (-o)");
+    dies("-i a --max-minutes 5", "--max-minutes wants --output-dir (-o)");
+    dies("-i a -o log -n -1", "--checkpoint-every (-n): -1 is out of range");
+}
+
+// What a checkpoint remembers of the settings, and what it says has changed.
+static void test_changes(void) {
+    Line line = line_of("-i some~data -e d2 --precision bf16 -l 0.0006 --bf16-layers 1,0 -o one");
+    Line same = line_of("-i some~data -e d2 --precision bf16 -l 6e-4 --bf16-layers 1,0 -o two -v 7 -n 10");
+    Line other = line_of("-i some~data -e d2 --precision fp8 -l 0.001 -b 8 -o two");
+    TrainConfig t;
+    GptConfig g;
+    parse(&line, &t, &g);
+    char* text = config_to_text(&t);
+    char changes[512];
+    expect(strstr(text, "precision=bf16\n") != NULL && strstr(text, "train-data=some data\n") != NULL &&
+           strstr(text, "bf16-layers=1,0\n") != NULL && strstr(text, "checkpoint-every=0\n") != NULL, "text:\n%s", text);
+    expect(config_changes(&t, text, changes, sizeof(changes)) == 0 && changes[0] == 0, "the same: %s", changes);
+    parse(&same, &t, &g);
+    expect(config_changes(&t, text, changes, sizeof(changes)) == 0, "what does not change the numbers: %s", changes);
+    parse(&other, &t, &g);
+    int count = config_changes(&t, text, changes, sizeof(changes));
+    expect(count == 4 && strcmp(changes, "batch-size 4 -> 8, learning-rate 0.0006 -> 0.001, precision bf16 -> fp8, "
+                                "bf16-layers 1,0 -> 0,0") == 0, "%d: %s", count, changes);
+    expect(config_changes(&t, text, changes, 24) == 4 && strlen(changes) < 24, "cut short: %s", changes);
+    expect(config_changes(&t, "", changes, sizeof(changes)) == 5, "an empty text has the defaults: %s", changes);
+    free(text);
+    char* lines = config_to_text(&t); // a newline in a value cannot forge another setting
+    t.train_data = "a\nprecision=fp32";
+    char* forged = config_to_text(&t);
+    expect(strstr(forged, "\nprecision=fp32") == NULL && strstr(forged, "train-data=a precision=fp32\n") != NULL, "%s",
+           forged);
+    free(lines);
+    free(forged);
+}
+
 int main(void) {
     unit_run(test_defaults_are_llmcs);
     unit_run(test_every_flag_every_name);
@@ -535,6 +580,8 @@ int main(void) {
     unit_run(test_knows_all_llmc_flags);
     unit_run(test_llmc_command_lines);
     unit_run(test_unsupported_is_refused);
+    unit_run(test_checkpoint_flags);
+    unit_run(test_changes);
     unit_run(test_bad_lines);
     unit_run(test_descriptors);
     unit_run(test_shape_flags);

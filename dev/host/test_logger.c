@@ -1,6 +1,8 @@
 // Log files line by line, outlier scores against llm.c's formula, and folders and disks that do not cooperate.
 #include "logger.h"
 
+#include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "unit.h"
@@ -253,16 +255,96 @@ static void test_bad_folders(void) {
     snprintf(below, sizeof(below), "%s/below", file);
     expect_dies(open_in, below, "is a file");
     expect_dies(open_in, (void*)(uintptr_t)"/proc/no/such", "cannot make the output folder");
-    if (access("/dev/full", W_OK) != 0) {
-        unit_skip("no /dev/full to play a full disk");
-        return;
+}
+
+static void write_file(const char* name, const char* text) {
+    char path[256];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    FILE* f = fopen_or_die(path, "w");
+    fwrite_or_die(text, strlen(text), f, path);
+    fclose_or_die(f, path);
+}
+
+// A run that goes on at step 2 writes on behind what was before step 2; the rest is kept aside, nothing twice.
+static void test_continue(void) {
+    char path[128];
+    snprintf(path, sizeof(path), "%s/on", folder);
+    check(mkdir(path, 0700) == 0, "mkdir");
+    write_file("on/main.log", "s:0 tel:5.0000\ns:0 trl:5.0000 lr:0.000100 norm:1.00\ns:1 trl:4.0000 lr:0.000100 norm:1.00\n"
+                              "s:2 tel:3.5000\ns:2 trl:3.0000 lr:0.000100 norm:1.00\ns:10 eval:0.3000\ns:3 trl:2.");
+    write_file("on/metrics.jsonl", "{\"type\": \"config\", \"config\": {\"step\": 9}}\n{\"type\": \"step\", \"step\": 1, \"loss\": 4}\n"
+                                   "{\"type\": \"val\", \"step\": 2, \"loss\": 3.5}\n{\"type\": \"checkpoint\", \"step\": 2}\n"
+                                   "{\"type\": \"checkpoint\", \"step\": 4}\n{\"type\": \"resume\", \"step\": 1}\n");
+    TrainConfig train;
+    GptConfig gpt;
+    for (int again = 0; again < 2; again++) { // the second time there is nothing of step 2 and later
+        setup(&train, &gpt, path);
+        Logger logger;
+        logger_continue(&logger, &train, &gpt, 2, "here \"x\"", "precision bf16 -> fp8");
+        logger_close(&logger);
     }
-    char full[128], link[160];
-    snprintf(full, sizeof(full), "%s/full", folder);
-    check(mkdir(full, 0700) == 0, "mkdir");
-    snprintf(link, sizeof(link), "%s/main.log", full);
-    check(symlink("/dev/full", link) == 0, "symlink");
-    expect_dies(open_in, full, "No space left");
+    setup(&train, &gpt, path);
+    Logger logger;
+    logger_continue(&logger, &train, &gpt, 2, "a", "");
+    logger_log_val(&logger, 2, 100, 3.5f);
+    logger_log_checkpoint(&logger, 2, 2000000000, 4.0, 0.5);
+    logger_close(&logger);
+    char* log = read_file("on/main.log");
+    char* cut = read_file("on/main.log.cut");
+    expect_text(log, "s:0 tel:5.0000\ns:0 trl:5.0000 lr:0.000100 norm:1.00\ns:1 trl:4.0000 lr:0.000100 norm:1.00\n"
+                     "s:2 tel:3.5000\n");
+    expect_text(cut, "s:2 tel:3.5000\ns:2 trl:3.0000 lr:0.000100 norm:1.00\ns:10 eval:0.3000\ns:3 trl:2.\n");
+    char* metrics = read_file("on/metrics.jsonl");
+    char* metrics_cut = read_file("on/metrics.jsonl.cut");
+    const char* want = "{\"type\": \"config\", \"config\": {\"step\": 9}}\n{\"type\": \"step\", \"step\": 1, \"loss\": 4}\n"
+                       "{\"type\": \"checkpoint\", \"step\": 2}\n{\"type\": \"resume\", \"step\": 1}\n"
+                       "{\"type\": \"resume\", \"step\": 2, \"from\": \"here \\\"x\\\"\", \"changes\": \"precision bf16 -> fp8\", ";
+    expect(strncmp(metrics, want, strlen(want)) == 0, "metrics:\n%s\nwant:\n%s", metrics, want);
+    expect(strstr(metrics, "\n{\"type\": \"val\", \"step\": 2, \"tokens\": 100, \"loss\": 3.5}\n{\"type\": \"checkpoint\", "
+                  "\"step\": 2, \"bytes\": 2000000000, \"write_s\": 4, \"gb_per_s\": 0.5, \"delay_s\": 0.5}\n") != NULL,
+           "metrics:\n%s", metrics);
+    expect_text(metrics_cut, "{\"type\": \"val\", \"step\": 2, \"loss\": 3.5}\n{\"type\": \"checkpoint\", \"step\": 4}\n");
+    free(log);
+    free(cut);
+    free(metrics);
+    free(metrics_cut);
+}
+
+// A disk that is full for a while costs the lines of that while, whole lines, and no more.
+static void test_full_for_a_while(void) {
+    TrainConfig train;
+    GptConfig gpt;
+    char path[128];
+    snprintf(path, sizeof(path), "%s/while", folder);
+    setup(&train, &gpt, path);
+    pid_t child = fork(); // the limit cannot be taken back by everyone
+    if (child == 0) {
+        Logger logger;
+        logger_open(&logger, &train, &gpt);
+        check(freopen("/dev/null", "w", stderr) != NULL, "no /dev/null");
+        signal(SIGXFSZ, SIG_IGN);
+        for (int i = 0; i < 30; i++) {
+            struct rlimit limit = {RLIM_INFINITY, RLIM_INFINITY};
+            if (i >= 10 && i < 20) { limit.rlim_cur = (rlim_t)logger.main_log.end + 5; } // room for a part of a line
+            setrlimit(RLIMIT_FSIZE, &limit);
+            logger_log_val(&logger, i, i, (float)i);
+        }
+        int lost = logger.main_log.lost;
+        logger_close(&logger);
+        _exit(lost);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %d", status);
+    char* log = read_file("while/main.log");
+    char want[1024] = "";
+    for (int i = 0; i < 30; i++) {
+        char line[64];
+        snprintf(line, sizeof(line), "s:%d tel:%.4f\n", i, (double)i);
+        if (i < 10 || i >= 20) { strcat(want, line); }
+    }
+    expect_text(log, want);
+    free(log);
 }
 
 int main(void) {
@@ -275,6 +357,8 @@ int main(void) {
     unit_run(test_rate);
     unit_run(test_screen_line);
     unit_run(test_bad_folders);
+    unit_run(test_continue);
+    unit_run(test_full_for_a_while);
     char command[128];
     snprintf(command, sizeof(command), "rm -rf %s", folder);
     return system(command) != 0 || unit_report();

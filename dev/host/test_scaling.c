@@ -299,6 +299,96 @@ static void test_set_from_measured(void) {
     }
 }
 
+// A slot with `steps` amaxes 1, 2, 3, ... behind it.
+static ScaleSlot grown(ScaleRecipe recipe, int steps) {
+    ScaleSlot slot = fresh(E4M3_MAX, SLOT_DELAYED);
+    for (int i = 0; i < steps; i++) {
+        scale_slot_step(&slot, (float)(i + 1), recipe);
+    }
+    return slot;
+}
+
+// Under the same recipe a slot goes on to the bit, whatever its age.
+static void test_continue_same(void) {
+    ScaleRecipe recipe = plain;
+    recipe.history = 7;
+    for (int steps = 0; steps < 40; steps++) {
+        ScaleSlot saved = grown(recipe, steps), slot = fresh(E4M3_MAX, SLOT_DELAYED);
+        saved.descale = 0.25f;
+        saved.jit_amax = 3.0f;
+        expect(scale_slot_is_sound(&saved, recipe.history), "%d steps", steps);
+        scale_slot_continue(&slot, &saved, recipe, recipe);
+        expect(same_slot(&slot, &saved), "%d steps", steps);
+    }
+    ScaleSlot saved = grown(recipe, 20), slot = fresh(E4M3_MAX, SLOT_JUST_IN_TIME), want = saved;
+    scale_slot_continue(&slot, &saved, recipe, recipe); // --recipe current from here on
+    want.policy = SLOT_JUST_IN_TIME;
+    expect(same_slot(&slot, &want) && scale_slot_is_warming(&slot), "another policy, the same history");
+}
+
+// Under another recipe the newest amaxes count, and the next steps are those of a slot that always had it.
+static void test_continue_other_recipe(void) {
+    for (int from = 1; from <= 9; from++) {
+        for (int to = 1; to <= 9; to++) {
+            for (int steps = 0; steps < 30; steps++) {
+                ScaleRecipe old = plain, recipe = plain;
+                old.history = from;
+                recipe.history = to;
+                recipe.algo = to % 2 ? AMAX_MAX : AMAX_MOST_RECENT;
+                recipe.margin = 1; // never the same recipe
+                ScaleSlot saved = grown(old, steps), slot = fresh(E4M3_MAX, SLOT_DELAYED), always = grown(recipe, steps);
+                scale_slot_continue(&slot, &saved, old, recipe);
+                expect(scale_slot_is_sound(&slot, to) && slot.warmup == always.warmup, "%d -> %d, %d steps", from, to, steps);
+                expect(steps == 0 || slot.scale == always.scale, "%d -> %d, %d steps: scale %g, want %g", from, to, steps,
+                       (double)slot.scale, (double)always.scale);
+                for (int i = 0; i < to; i++) { // until nothing of the old ring is left
+                    scale_slot_step(&slot, (float)(steps + i + 1), recipe);
+                    scale_slot_step(&always, (float)(steps + i + 1), recipe);
+                }
+                expect(slot.scale == always.scale && slot.count == to, "%d -> %d, %d steps, later", from, to, steps);
+            }
+        }
+    }
+}
+
+// What was no FP8 tensor before, or has a scale of its own, or is none now, begins anew.
+static void test_continue_without_history(void) {
+    ScaleSlot saved = grown(plain, 20);
+    SlotPolicy none[] = {SLOT_UNUSED, SLOT_STATIC};
+    for (int i = 0; i < 2; i++) {
+        ScaleSlot slot = fresh(E4M3_MAX, SLOT_DELAYED), before = slot, from = fresh(E4M3_MAX, none[i]);
+        from.scale = 8.0f;
+        scale_slot_continue(&slot, &from, plain, plain);
+        expect(same_slot(&slot, &before) && scale_slot_is_warming(&slot), "from policy %d", none[i]);
+        slot = before = fresh(E4M3_MAX, none[i]);
+        scale_slot_continue(&slot, &saved, plain, plain);
+        expect(same_slot(&slot, &before), "to policy %d", none[i]);
+    }
+}
+
+static void test_is_sound(void) {
+    ScaleSlot good = grown(plain, 20);
+    expect(scale_slot_is_sound(&good, plain.history), "a real one");
+    for (int what = 0; what < 12; what++) {
+        ScaleSlot bad = good;
+        switch (what) {
+        case 0: bad.policy = 5; break;
+        case 1: bad.policy = -1; break;
+        case 2: bad.warmup = 17; break;
+        case 3: bad.count = plain.history + 1; break;
+        case 4: bad.count = -1; break;
+        case 5: bad.head = plain.history; break;
+        case 6: bad.head = -1; break;
+        case 7: bad.scale = 0.0f; break;
+        case 8: bad.scale = NAN; break;
+        case 9: bad.descale = INFINITY; break;
+        case 10: bad.history[3] = -1.0f; break;
+        case 11: bad.amax = 1.0f; break;
+        }
+        expect(!scale_slot_is_sound(&bad, plain.history), "case %d", what);
+    }
+}
+
 int main(void) {
     unit_run(test_init);
     unit_run(test_amax_raised);
@@ -319,5 +409,9 @@ int main(void) {
     unit_run(test_just_in_time_slot);
     unit_run(test_unused_slot);
     unit_run(test_set_from_measured);
+    unit_run(test_continue_same);
+    unit_run(test_continue_other_recipe);
+    unit_run(test_continue_without_history);
+    unit_run(test_is_sound);
     return unit_report();
 }
