@@ -1048,6 +1048,7 @@ typedef struct {
     int num_steps;       // optimizer steps, those before a resume included
     int first_step;      // steps done before this process
     int steps_done;      // those included
+    uint64_t llmc_rng;   // llm.c's generator before its last update, while we have made none; 0: we have
     int64_t first_tokens; // trained on in them
     int num_val_batches; // per validation
     double step_floor_s; // what the roofline allows for a step, seconds
@@ -1488,6 +1489,7 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
         run->save.newest = resume->is_here ? resume->step : -1;
     } else {
         load_llmc(model, resume);
+        run->llmc_rng = resume->llmc.rng_state_last_update;
         run->first_tokens = (int64_t)resume->step * train->total_batch_tokens;
     }
     run->first_step = run->steps_done = resume->step;
@@ -1630,6 +1632,7 @@ static int train_loop(Run* run, Model* model) {
             return EXIT_FAILURE;
         }
         run->steps_done = step + 1;
+        run->llmc_rng = 0;
         save_poll(run, model, 0);
         if (save_is_due(run, train, step + 1)) { save_begin(run, model, step + 1); }
         int reason = reason_to_stop(run, model, elapsed);
@@ -1662,7 +1665,8 @@ static void export_llmc(Run* run, Model* model, int steps_done) {
     char why[LLMC_WHY];
     DataPosition at = run->has_train ? data_position(model, &run->train_loader) : DataPosition();
     int error = llmc_write(train->export_llmc, &model->config, steps_done, arrays[0], arrays[1], arrays[2],
-                           train->export_llmc_processes, run->has_train ? &run->train_loader : NULL, &at, 0, why);
+                           train->export_llmc_processes, run->has_train ? &run->train_loader : NULL, &at,
+                           run->llmc_rng, why);
     check(error == 0, "--export-llmc: %s", why);
     printf("exported step %d for %d llm.c process%s to %s%s%s\n", steps_done, train->export_llmc_processes,
            train->export_llmc_processes == 1 ? "" : "es", train->export_llmc, why[0] != 0 ? "; note: " : "", why);

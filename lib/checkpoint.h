@@ -44,36 +44,6 @@ __attribute__((format(printf, 2, 3))) static inline int checkpoint_refuse(char* 
     return 1;
 }
 
-// gpt_check (config.h) for a shape that was read from the file at `path`: 0, or 1 and the reason in `why`.
-static inline int checkpoint_check_shape(const GptConfig* gpt, const char* path, char* why) {
-    int C = gpt->channels, NH = gpt->num_heads, L = gpt->num_layers;
-    if (L < 1 || L > 1024) {
-        return checkpoint_refuse(why, "%s: %d layers, want 1 to 1024", path, L);
-    }
-    if (C < 16 || C > 65536 || C % 16 != 0) {
-        return checkpoint_refuse(why, "%s: %d channels, want a multiple of 16 up to 65536", path, C);
-    }
-    if (NH < 1 || C % NH != 0) {
-        return checkpoint_refuse(why, "%s: %d channels do not divide into %d heads", path, C, NH);
-    }
-    if (C / NH % 8 != 0 || C / NH > 256) {
-        return checkpoint_refuse(why, "%s: head size %d (%d channels / %d heads), want a multiple of 8 up to 256", path,
-                                 C / NH, C, NH);
-    }
-    if (gpt->max_seq_len < 1 || gpt->max_seq_len > 1048576) {
-        return checkpoint_refuse(why, "%s: max_seq_len %d, want 1 to 1048576", path, gpt->max_seq_len);
-    }
-    if (gpt->vocab_size < 1 || gpt->vocab_size > 65536) {
-        return checkpoint_refuse(why, "%s: vocabulary of %d, want 1 to 65536 (16-bit tokens)", path, gpt->vocab_size);
-    }
-    int padded = gpt_pad_vocab(gpt->vocab_size);
-    if (gpt->padded_vocab_size != padded) {
-        return checkpoint_refuse(why, "%s: padded vocabulary of %d, want %d for %d tokens", path,
-                                 gpt->padded_vocab_size, padded, gpt->vocab_size);
-    }
-    return 0;
-}
-
 // Open a regular file for reading and say how long it is. NULL, with the reason in `why`, when there is none.
 static inline FILE* checkpoint_open(const char* path, int64_t* size, char* why) {
     struct stat st;
@@ -113,7 +83,7 @@ static inline int checkpoint_check_header(FILE* f, int64_t size, const char* pat
         return checkpoint_refuse(why, "'%s' is a model file of version %d, want 5 (BF16) or 3 (FP32)", path, header[1]);
     }
     GptConfig found = {header[2], header[3], header[7], header[4], header[5], header[6]};
-    if (checkpoint_check_shape(&found, path, why) != 0) { // also bounds the products below
+    if (gpt_refuse(&found, path, why, CHECKPOINT_WHY) != 0) { // also bounds the products below
         return 1;
     }
     int64_t num_parameters = (int64_t)gpt_num_parameters(&found);
@@ -302,7 +272,7 @@ static inline int checkpoint_try_write_model(const char* path, const GptConfig* 
                                              char* why) {
     check(version == MODEL_FILE_BF16 || version == MODEL_FILE_FP32, "checkpoint_write_model: version %d, want 3 or 5",
           version);
-    if (checkpoint_check_shape(gpt, path, why) != 0) {
+    if (gpt_refuse(gpt, path, why, CHECKPOINT_WHY) != 0) {
         return EINVAL;
     }
     int error;

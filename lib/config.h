@@ -352,24 +352,36 @@ static inline int gpt_equal(const GptConfig* a, const GptConfig* b) {
 // V rounded up to a multiple of 128.
 static inline int gpt_pad_vocab(int vocab_size) { return (vocab_size + 127) / 128 * 128; }
 
-// One error line when the shape is not one that the ops can run. `origin` is where it comes from, for the message.
-// Ranges are far above any real model and keep every product below in range of int64.
+// Is the shape one that the ops can run? 0, or 1 with one line in why (size); `origin` is where it comes from, for the
+// line. Ranges are far above any real model and keep every product of a checked shape in range of int64.
+static inline int gpt_refuse(const GptConfig* gpt, const char* origin, char* why, size_t size) {
+    int C = gpt->channels, NH = gpt->num_heads, V = gpt->vocab_size;
+    int length = 0;
+    if (gpt->num_layers < 1 || gpt->num_layers > 1024) {
+        length = snprintf(why, size, "%s: %d layers, want 1 to 1024", origin, gpt->num_layers);
+    } else if (C < 16 || C > 65536 || C % 16 != 0) {
+        length = snprintf(why, size, "%s: %d channels, want a multiple of 16 up to 65536 (FP8 matrix products need it)",
+                          origin, C);
+    } else if (NH < 1 || C % NH != 0) {
+        length = snprintf(why, size, "%s: %d channels do not divide into %d heads", origin, C, NH);
+    } else if (C / NH % 8 != 0 || C / NH > 256) {
+        length = snprintf(why, size, "%s: head size %d (%d channels / %d heads), want a multiple of 8 up to 256", origin,
+                          C / NH, C, NH);
+    } else if (gpt->max_seq_len < 1 || gpt->max_seq_len > 1048576) {
+        length = snprintf(why, size, "%s: max_seq_len %d, want 1 to 1048576", origin, gpt->max_seq_len);
+    } else if (V < 1 || V > 65536) {
+        length = snprintf(why, size, "%s: vocabulary of %d, want 1 to 65536 (16-bit tokens)", origin, V);
+    } else if (gpt->padded_vocab_size != gpt_pad_vocab(V)) {
+        length = snprintf(why, size, "%s: padded vocabulary of %d, want %d for %d tokens", origin, gpt->padded_vocab_size,
+                          gpt_pad_vocab(V), V);
+    }
+    return length != 0;
+}
+
+// The same, with an end: one error line.
 static inline void gpt_check(const GptConfig* gpt, const char* origin) {
-    check(gpt->num_layers >= 1 && gpt->num_layers <= 1024, "%s: %d layers, want 1 to 1024", origin, gpt->num_layers);
-    check(gpt->channels >= 16 && gpt->channels <= 65536 && gpt->channels % 16 == 0,
-          "%s: %d channels, want a multiple of 16 up to 65536 (FP8 matrix products need it)", origin, gpt->channels);
-    check(gpt->num_heads >= 1 && gpt->channels % gpt->num_heads == 0, "%s: %d channels do not divide into %d heads",
-          origin, gpt->channels, gpt->num_heads);
-    int head_size = gpt->channels / gpt->num_heads;
-    check(head_size % 8 == 0 && head_size <= 256, "%s: head size %d (%d channels / %d heads), want a multiple of 8 up "
-          "to 256", origin, head_size, gpt->channels, gpt->num_heads);
-    check(gpt->max_seq_len >= 1 && gpt->max_seq_len <= 1048576, "%s: max_seq_len %d, want 1 to 1048576", origin,
-          gpt->max_seq_len);
-    check(gpt->vocab_size >= 1 && gpt->vocab_size <= 65536, "%s: vocabulary of %d, want 1 to 65536 (16-bit tokens)",
-          origin, gpt->vocab_size);
-    int padded = gpt_pad_vocab(gpt->vocab_size);
-    check(gpt->padded_vocab_size == padded, "%s: padded vocabulary of %d, want %d for %d tokens", origin,
-          gpt->padded_vocab_size, padded, gpt->vocab_size);
+    char why[1024];
+    check(gpt_refuse(gpt, origin, why, sizeof(why)) == 0, "%s", why);
 }
 
 // Is -e a file (ends in .bin, as in llm.c, or names a path) rather than a descriptor?

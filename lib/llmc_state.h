@@ -697,7 +697,7 @@ static inline int llmc_write(const char* folder, const GptConfig* gpt, int step,
                              const float* v, int num_processes, const DataLoader* loader, const DataPosition* at,
                              uint64_t rng_state_last_update, char* why) {
     why[0] = 0;
-    if (checkpoint_check_shape(gpt, folder, why) != 0) { return EINVAL; }
+    if (gpt_refuse(gpt, folder, why, LLMC_WHY) != 0) { return EINVAL; }
     if (step < 0 || step > LLMC_MAX_STEP || num_processes < 1 || num_processes > LLMC_MAX_PROCESSES ||
         gpt->channels % num_processes != 0) {
         checkpoint_refuse(why,

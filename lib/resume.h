@@ -141,7 +141,7 @@ static inline int resume_read_head(Resume* resume, const char* folder, char* why
     resume->state = state;
     resume->config = config;
     resume->step = (int)state.step;
-    resume->gpt = run_state_shape(&state, path);
+    resume->gpt = run_state_shape(&state);
     return 0;
 }
 

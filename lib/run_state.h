@@ -41,17 +41,10 @@ typedef struct {
     OutlierDetector loss_outliers, norm_outliers;
 } RunState;
 
-// The shape that the checkpoint's model has, checked; `origin` is for the message.
-static inline GptConfig run_state_shape(const RunState* state, const char* origin) {
-    const int64_t* values[] = {&state->max_seq_len, &state->vocab_size, &state->padded_vocab_size,
-                               &state->num_layers, &state->num_heads, &state->channels};
-    for (int i = 0; i < 6; i++) {
-        check(*values[i] > 0 && *values[i] <= INT_MAX, "'%s': a dimension of the model is %lld", origin,
-              (long long)*values[i]);
-    }
+// The model's shape, of a state that run_state_check accepts.
+static inline GptConfig run_state_shape(const RunState* state) {
     GptConfig gpt = {(int)state->max_seq_len, (int)state->vocab_size, (int)state->padded_vocab_size,
                      (int)state->num_layers, (int)state->num_heads, (int)state->channels};
-    gpt_check(&gpt, origin);
     return gpt;
 }
 
@@ -82,7 +75,14 @@ static inline int run_state_check(const RunState* state, const char* path, char*
         return checkpoint_refuse(why, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
                  (long long)state->amax_history, (long long)state->slot_bytes, AMAX_HISTORY_MAX, sizeof(ScaleSlot));
     }
-    return 0;
+    const int64_t* shape = &state->max_seq_len;
+    for (int i = 0; i < 6; i++) {
+        if (shape[i] < 0 || shape[i] > INT_MAX) {
+            return checkpoint_refuse(why, "'%s' is damaged: a dimension of the model is %lld", path, (long long)shape[i]);
+        }
+    }
+    GptConfig gpt = run_state_shape(state);
+    return gpt_refuse(&gpt, path, why, CHECKPOINT_WHY);
 }
 
 // A fingerprint of the loader's files: their names without folders, their number and their tokens (FNV-1a).

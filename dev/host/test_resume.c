@@ -150,7 +150,7 @@ static void test_impossible_states(void) {
     char why[CHECKPOINT_WHY];
     RunState good = a_state(3);
     expect(run_state_check(&good, "x", why) == 0, "%s", why);
-    for (int what = 0; what < 14; what++) {
+    for (int what = 0; what < 17; what++) {
         RunState s = good;
         switch (what) {
         case 0: s.version = 2; break;
@@ -167,9 +167,12 @@ static void test_impossible_states(void) {
         case 11: s.loss_outliers.count = 129; break;
         case 12: s.norm_outliers.next = 128; break;
         case 13: s.data_shard = -5; break;
+        case 14: s.channels = 65; break;
+        case 15: s.num_layers = (int64_t)1 << 33; break;
+        case 16: s.vocab_size = 0; break;
         }
         why[0] = 0;
-        expect(run_state_check(&s, "the file", why) == 1 && strstr(why, "'the file'") != NULL, "case %d: '%s'", what, why);
+        expect(run_state_check(&s, "the file", why) == 1 && strstr(why, "the file") != NULL, "case %d: '%s'", what, why);
     }
 }
 
