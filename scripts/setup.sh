@@ -4,7 +4,8 @@
 #   cpu    compiler, OpenMPI, PCRE2, xxHash, Python 3: the program for any machine, the data tools, the
 #          comparison (default)
 #   gpu    the same, the CUDA toolkit and NCCL; cuDNN's headers where cuDNN itself is there (optional)
-#   test   the same as cpu, and xz; what the GPU tests need is not installed for `make test`
+#   test   the same as cpu, and xz; for the test of scripts/export_hf.py three small Python packages in .deps/python
+#          (optional); what the GPU tests need is not installed for `make test`
 #
 # On Debian and Ubuntu the missing packages are installed with apt-get, by root or through sudo when it asks for no
 # password; otherwise the one line to type is printed. Elsewhere the list of what is missing is printed. Nothing is
@@ -141,7 +142,8 @@ look_for_cuda() {
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# from the Python package index into .deps/: headers that no system package brings. Nothing of Python is installed.
+# from the Python package index into .deps/: headers that no system package brings, and what one test needs. Nothing is
+# installed into the system's Python.
 
 unpack_wheel() { # PACKAGE FOLDER: download the newest wheel and unpack it there
     have python3 && python3 -m pip --version >/dev/null 2>&1 || return 1
@@ -184,6 +186,25 @@ fetch_cudnn_frontend() {
         say "not to be had, so attention by cuDNN is left out; the built-in attention needs nothing"
     fi
     rm -rf "$wheel"
+}
+
+# Optional, so a failure is a note: what scripts/test_hf.py tests needs them, and it skips what it cannot do.
+fetch_python_packages() {
+    local wanted=(numpy safetensors ml_dtypes) target
+    ! PYTHONPATH=.deps/python python3 -c 'import numpy, safetensors.numpy, ml_dtypes' 2>/dev/null || return 0
+    say "python3 -m pip install --target .deps/python ${wanted[*]}"
+    [[ $dry_run -eq 0 ]] || return 0
+    mkdir -p .deps
+    target=$(mktemp -d -p .deps)
+    if PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --disable-pip-version-check --retries 1 \
+        --only-binary=:all: --target "$target" "${wanted[@]}"; then
+        chmod 755 "$target"
+        rm -rf .deps/python
+        mv "$target" .deps/python
+    else
+        rm -rf "$target"
+        say "not to be had, so what the tests of export_hf.py and import_hf.py need them for is skipped"
+    fi
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,4 +257,6 @@ if [[ ${#words[@]} -gt 0 ]]; then
 fi
 if [[ $what == gpu ]]; then
     fetch_cudnn_frontend
+elif [[ $what == test ]]; then
+    fetch_python_packages
 fi
