@@ -6,6 +6,7 @@
 # Data: the shards that llm.c's dev/data/fineweb.py writes (data/README.md says how), in data/fineweb10B or $DATA.
 # $GPUS processes, one per GPU (default: every GPU of this machine). $TOKENIZER, a folder with vocab.bpe and encoder.json,
 # turns samples into text. Flags given here come last, so they win.
+# Start it again after a stop or a kill: it goes on from the newest checkpoint in its -o folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,5 +22,6 @@ exec mpirun -np "$gpus" --bind-to none ./train_gpt_fp8 \
     -l 0.0006 -q 0.0 -u 700 -c 0.1 \
     -v 250 -m 20 \
     -s 20000 -g 144 ${TOKENIZER:+--tokenizer "$TOKENIZER"} \
+    -n 5000 -nk 3 -y 1 \
     --save-model runs/gpt2_124M/model.bin \
     "$@"
