@@ -81,7 +81,7 @@ typedef struct {
     int has_model;    //
     uint64_t model_bytes; // size of the model file
     int64_t next_first;   // parameter that must come next; -1: any
-    double blocked_s;
+    double opened, blocked_s; // when, by snapshot_seconds; for how long
     // shared, under the mutex
     pthread_mutex_t mutex;
     pthread_cond_t job_came, buffer_came, result_came;
@@ -95,7 +95,6 @@ typedef struct {
     int error; // first failure of this checkpoint
     char error_path[SNAPSHOT_PATH];
     uint64_t bytes;
-    double started;
     char out_path[SNAPSHOT_PATH], model_path[SNAPSHOT_PATH];
     int model_fd; // -1: none
     SnapshotModelSlice slice;
@@ -124,7 +123,6 @@ static inline void snapshot_writer_fail(SnapshotWriter* w, int error, const char
 static inline void snapshot_writer_do_open(SnapshotWriter* w, const SnapshotJob* job) {
     w->error = 0;
     w->bytes = 0;
-    w->started = snapshot_seconds();
     snprintf(w->out_path, sizeof(w->out_path), "%s", job->name);
     snapshot_writer_fail(w, snapshot_out_open(&w->out, job->name, job->file_bytes), job->name);
 }
@@ -260,7 +258,7 @@ static inline void* snapshot_writer_thread(void* writer) {
             w->result.error = w->error;
             memcpy(w->result.path, w->error != 0 ? w->error_path : w->out_path, sizeof(w->result.path));
             w->result.bytes = w->bytes;
-            w->result.write_s = snapshot_seconds() - w->started;
+            w->result.write_s = snapshot_seconds() - w->opened;
             w->has_result = 1;
             pthread_cond_signal(&w->result_came);
         }
@@ -357,6 +355,7 @@ static inline void snapshot_writer_open(SnapshotWriter* w, const char* path, uin
     w->is_closed = w->has_model = 0;
     w->next_first = -1;
     w->blocked_s = 0.0;
+    w->opened = snapshot_seconds();
     snapshot_writer_push(w, SNAPSHOT_JOB_OPEN, path, NULL, 0, expected_bytes, -1, -1);
 }
 
