@@ -1700,6 +1700,8 @@ int main(int argc, char** argv) {
     comm_connect(comm, dev);
     if (!train.dry_run) { set_matmul(dev, &train); }
 
+    if (rank == 0 && train.output_dir[0] != 0 && !train.dry_run) { snapshot_sweep(train.output_dir); }
+    comm_barrier(comm);
     Resume resume;
     resume_find(&resume, &train, rank == 0);
     int resumes = resume_open(&resume);
@@ -1752,7 +1754,6 @@ int main(int argc, char** argv) {
             }
             start_weights(&model, weights);
         }
-        if (rank == 0 && train.output_dir[0] != 0) { snapshot_sweep(train.output_dir); }
         if (train.checkpoint_every > 0) { save_prepare(&run.save, &model); }
         if (train.output_dir[0] != 0) { stop_listen(); }
         status = train_loop(&run, &model);

@@ -53,18 +53,29 @@ static inline void resume_add(Resume* resume, const char* path, int is_llmc, int
     added->step = step;
 }
 
-// The checkpoints in the folder of a run, newest first; of one step ours before llm.c's.
+// The checkpoints in the folder of a run, newest first; of one step ours before llm.c's. Ours of a higher step than the
+// one that was written last (RUN/latest) come after all others: the run went back behind them and was continued from
+// there.
 static inline void resume_add_run(Resume* resume, const char* run) {
     int *ours = NULL, *theirs = NULL, num_ours = snapshot_steps(run, &ours), num_theirs = llmc_steps(run, &theirs);
+    int latest = snapshot_latest(run), i = num_ours - 1, k = num_theirs - 1;
     char path[SNAPSHOT_PATH];
-    while (num_ours > 0 || num_theirs > 0) {
-        if (num_ours > 0 && (num_theirs == 0 || ours[num_ours - 1] >= theirs[num_theirs - 1])) {
-            snapshot_path(path, sizeof(path), run, ours[--num_ours], NULL);
-            resume_add(resume, path, 0, ours[num_ours]);
+    while (latest >= 0 && i >= 0 && ours[i] > latest) {
+        i--;
+    }
+    int beyond = i;
+    while (i >= 0 || k >= 0) {
+        if (i >= 0 && (k < 0 || ours[i] >= theirs[k])) {
+            snapshot_path(path, sizeof(path), run, ours[i], NULL);
+            resume_add(resume, path, 0, ours[i--]);
         } else {
-            llmc_model_path(path, sizeof(path), run, theirs[--num_theirs]);
-            resume_add(resume, path, 1, theirs[num_theirs]);
+            llmc_model_path(path, sizeof(path), run, theirs[k]);
+            resume_add(resume, path, 1, theirs[k--]);
         }
+    }
+    for (i = num_ours - 1; i > beyond; i--) {
+        snapshot_path(path, sizeof(path), run, ours[i], NULL);
+        resume_add(resume, path, 0, ours[i]);
     }
     free(ours);
     free(theirs);

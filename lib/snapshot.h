@@ -30,9 +30,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#ifdef __AVX512F__
-#define XXH_VECTOR XXH_AVX2 // fast enough; gcc 12 warns of its own AVX-512 header (GCC bug 105593)
-#endif
 #define XXH_INLINE_ALL // header only: nothing to link, nothing to find at run time
 #ifdef __AVX512F__
 #define XXH_VECTOR XXH_AVX2 // g++ 12 warns of AVX-512 intrinsics in its own headers; AVX2 hashes at memory speed, too

@@ -216,7 +216,6 @@ static inline void snapshot_writer_do_call(SnapshotWriter* w, const SnapshotJob*
     w->error = w->out.error = 0;
     w->out_path[0] = 0;
     w->bytes = 0;
-    w->started = snapshot_seconds();
     snapshot_writer_fail(w, call->work(call->argument), "");
 }
 
@@ -438,6 +437,7 @@ static inline void snapshot_writer_call(SnapshotWriter* w, int (*work)(void* arg
     w->is_busy = 1;
     w->is_closed = 0;
     w->blocked_s = 0.0;
+    w->opened = snapshot_seconds();
     snapshot_writer_push(w, SNAPSHOT_JOB_CALL, NULL, &call, sizeof(call), 0, -1, -1);
     w->is_closed = 1;
 }

@@ -112,6 +112,24 @@ static void test_find(void) {
     refused(other, run, "has checkpoints of another run, the newest of step 5");
 }
 
+// A run that went back to step 20 and wrote a new step 30 goes on from that, not from a step 40 of its former future.
+static void test_went_back(void) {
+    const char* run = in_folder("back");
+    int steps[] = {10, 20, 40, 50, 30};
+    for (int i = 0; i < 5; i++) {
+        write_checkpoint(run, steps[i], a_state(steps[i]), "");
+    }
+    TrainConfig train = settings(run, "1");
+    Resume resume;
+    resume_find(&resume, &train, 1);
+    int want[] = {30, 20, 10, 50, 40};
+    expect(resume.num_candidates == 5, "%d candidates", resume.num_candidates);
+    for (int i = 0; i < 5 && i < resume.num_candidates; i++) {
+        expect(resume.candidates[i].step == want[i], "candidate %d is step %d, want %d", i, resume.candidates[i].step, want[i]);
+    }
+    resume_free(&resume);
+}
+
 // A damaged newest one costs the steps since the one before, not the run.
 static void test_falls_back(void) {
     const char* run = in_folder("damaged");
@@ -236,6 +254,7 @@ int main(void) {
     check(mkdtemp(folder) != NULL, "cannot make a temporary folder");
     unit_run(test_find);
     unit_run(test_falls_back);
+    unit_run(test_went_back);
     unit_run(test_impossible_states);
     unit_run(test_data);
     shell("rm -rf %s%s", folder, "");

@@ -423,6 +423,65 @@ static void test_misuse(void) {
     }
 }
 
+// What the writer's thread was asked to do, and where it ran.
+typedef struct {
+    int answer, calls;
+    pthread_t thread;
+} Errand;
+
+static int run_errand(void* errand) {
+    Errand* e = (Errand*)errand;
+    e->calls++;
+    e->thread = pthread_self();
+    return e->answer;
+}
+
+// A call runs once, in the other thread, between checkpoints; its errno is the result, and no failure outlives it.
+static void test_call(void) {
+    Device device;
+    SnapshotWriter* w = device_writer(&device, 10);
+    SnapshotResult result;
+    int answers[] = {0, ENOSPC, 0};
+    for (int i = 0; i < 3; i++) {
+        Errand errand;
+        memset(&errand, 0, sizeof(errand));
+        errand.answer = answers[i];
+        snapshot_writer_call(w, run_errand, &errand);
+        snapshot_writer_wait(w, &result);
+        expect(errand.calls == 1 && !pthread_equal(errand.thread, pthread_self()), "call %d ran %d times", i, errand.calls);
+        expect(result.error == answers[i], "call %d: error %d", i, result.error);
+        snapshot_writer_open(w, at("between.bin"), 0);
+        snapshot_writer_close(w);
+        snapshot_writer_wait(w, &result);
+        expect(result.error == 0, "the checkpoint behind call %d: error %d", i, result.error);
+    }
+    snapshot_writer_free(w);
+}
+
+// Without `wait` a buffer is full when it is handed over.
+static void test_no_wait(void) {
+    char buffer[BUFFER_BYTES];
+    void* buffers[] = {buffer};
+    SnapshotWriter* w = snapshot_writer_create(buffers, 1, BUFFER_BYTES, NULL, NULL);
+    snapshot_writer_open(w, at("no_wait.bin"), 0);
+    snapshot_writer_begin(w, "x");
+    for (int i = 0; i < 5; i++) {
+        memset(buffers[snapshot_writer_take(w)], 'a' + i, 1000);
+        snapshot_writer_append(w, 0, 1000, -1);
+    }
+    snapshot_writer_end(w);
+    snapshot_writer_close(w);
+    SnapshotResult result;
+    snapshot_writer_wait(w, &result);
+    char want[5000];
+    for (int i = 0; i < 5; i++) {
+        memset(want + 1000 * i, 'a' + i, 1000);
+    }
+    expect(result.error == 0, "error %d", result.error);
+    expect_section(at("no_wait.bin"), "x", want, sizeof(want));
+    snapshot_writer_free(w);
+}
+
 int main(void) {
     snprintf(folder, sizeof(folder), "/tmp/test_snapshot_writer_XXXXXX");
     check(mkdtemp(folder) != NULL, "cannot make a temporary folder");
@@ -433,6 +492,8 @@ int main(void) {
     unit_run(test_errors);
     unit_run(test_signals);
     unit_run(test_misuse);
+    unit_run(test_call);
+    unit_run(test_no_wait);
     char command[128];
     snprintf(command, sizeof(command), "rm -rf %s", folder);
     return system(command) != 0 || unit_report();
