@@ -1369,11 +1369,14 @@ static int load_shard(Model* model, const RunState* state, const char* folder, i
     bad = bad || load_array(model, &in, "master", model->master + *next, share[1], piece, why) ||
           load_array(model, &in, "m", model->m + *next, share[1], piece, why) ||
           load_array(model, &in, "v", model->v + *next, share[1], piece, why);
-    SnapshotModelSlice slice; // model.bin is for others, but whoever has a checkpoint has all of it whole
-    bad = bad || snapshot_in_whole(&in, "model", &slice, sizeof(slice), why) ||
-          snapshot_check_range(model_path, MODEL_FILE_HEADER_BYTES + 2 * slice.first, 2 * slice.count, slice.hash, why) ||
-          (slice.header_hash != 0 &&
-           snapshot_check_range(model_path, 0, MODEL_FILE_HEADER_BYTES, slice.header_hash, why));
+    SnapshotModelSlice slice; // model.bin is for others, but a checkpoint that is taken is whole; one rank looks
+    bad = bad || snapshot_in_whole(&in, "model", &slice, sizeof(slice), why);
+    if (!bad && comm_rank(model->comm) == 0) {
+        bad = snapshot_check_range(model_path, MODEL_FILE_HEADER_BYTES + 2 * slice.first, 2 * slice.count, slice.hash,
+                                   why) ||
+              (slice.header_hash != 0 &&
+               snapshot_check_range(model_path, 0, MODEL_FILE_HEADER_BYTES, slice.header_hash, why));
+    }
     if (!bad && slots != NULL) {
         bad = snapshot_in_whole(&in, "slots", slots, (uint64_t)state->num_slots * sizeof(ScaleSlot), why);
         for (int i = 0; !bad && i < state->num_slots; i++) {
@@ -1502,10 +1505,11 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
         fflush(stdout);
     }
     if (resume->is_here) {
-        logger_continue(&run->logger, train, &model->config, resume->step, path, changes);
+        logger_continue(&run->logger, train, resume->step);
     } else {
         logger_open(&run->logger, train, &model->config);
     }
+    logger_log_resume(&run->logger, train, &model->config, resume->step, path, changes);
 }
 
 // Validation and text samples that are due before step `step` trains (or after the last one).
@@ -1594,7 +1598,7 @@ static int train_loop(Run* run, Model* model) {
         report.step = step;
         report.tokens = tokens_after(run, train, step + 1);
         report.learning_rate = schedule_learning_rate(train, run->num_steps, step);
-        int profiled = step >= profile_from(train) && run->profile.num_steps < train->profile;
+        int profiled = step >= run->first_step + profile_from(train) && run->profile.num_steps < train->profile;
         if (profiled) { device_profile_begin(model->dev, &run->profile); }
         double start = seconds_now();
         StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, step + 1 < run->num_steps,
@@ -1755,7 +1759,7 @@ int main(int argc, char** argv) {
             start_weights(&model, weights);
         }
         if (train.checkpoint_every > 0) { save_prepare(&run.save, &model); }
-        if (train.output_dir[0] != 0) { stop_listen(); }
+        if (train.output_dir[0] != 0) { stop_listen(train.checkpoint_every > 0); }
         status = train_loop(&run, &model);
         if (rank == 0 && train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
         if (train.export_llmc[0] != 0) { export_llmc(&run, &model, run.steps_done); }

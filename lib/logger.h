@@ -234,10 +234,9 @@ static inline void logger_cut(const char* path, int step) {
     free(cut_path);
 }
 
-// Go on with the log files in train->output_dir at step `step`, as the head of this file says. `from` is where the run
-// comes from, `changes` what is set otherwise (config_changes). Ranks and missing folder as in logger_open.
-static inline void logger_continue(Logger* logger, const TrainConfig* train, const GptConfig* gpt, int step,
-                                   const char* from, const char* changes) {
+// Go on with the log files in train->output_dir at step `step`, as the head of this file says. Ranks and missing folder
+// as in logger_open.
+static inline void logger_continue(Logger* logger, const TrainConfig* train, int step) {
     memset(logger, 0, sizeof(*logger));
     if (train->output_dir[0] == 0 || train->rank != 0) {
         return;
@@ -248,6 +247,14 @@ static inline void logger_continue(Logger* logger, const TrainConfig* train, con
         free(paths[i]);
     }
     logger_open_files(logger, train, "a");
+}
+
+// The run goes on at step `step` from the checkpoint `from`, with what `changes` says set otherwise (config_changes).
+static inline void logger_log_resume(Logger* logger, const TrainConfig* train, const GptConfig* gpt, int step,
+                                     const char* from, const char* changes) {
+    if (logger->main_log.file == NULL) {
+        return;
+    }
     fprintf(logger->metrics.file, "{\"type\": \"resume\", \"step\": %d, \"from\": ", step);
     config_write_json_string(logger->metrics.file, from);
     fprintf(logger->metrics.file, ", \"changes\": ");

@@ -82,7 +82,15 @@ static inline int run_state_check(const RunState* state, const char* path, char*
         }
     }
     GptConfig gpt = run_state_shape(state);
-    return gpt_refuse(&gpt, path, why, CHECKPOINT_WHY);
+    if (gpt_refuse(&gpt, path, why, CHECKPOINT_WHY) != 0) { return 1; }
+    int64_t slots = state->num_layers * 12; // and three of the FP8 head
+    if (state->num_parameters != (int64_t)gpt_num_parameters(&gpt) ||
+        (state->num_slots != slots && state->num_slots != slots + 3)) {
+        return checkpoint_refuse(why, "'%s' announces %lld parameters and %lld FP8 slots, want %zu and %lld or %lld", path,
+                                 (long long)state->num_parameters, (long long)state->num_slots, gpt_num_parameters(&gpt),
+                                 (long long)slots, (long long)slots + 3);
+    }
+    return 0;
 }
 
 // A fingerprint of the loader's files: their names without folders, their number and their tokens (FNV-1a).

@@ -1,6 +1,6 @@
-// Stopping well: SIGTERM, SIGINT and SIGUSR1 ask for a stop, which the loop makes after the step that is running, with a checkpoint; a second
-// signal ends the process at once. Under mpirun SIGUSR1 reaches every rank; batch systems send either some time before they kill (Slurm:
-// --signal=USR1@120).
+// Stopping well: SIGTERM and SIGUSR1 ask for a stop, which the loop makes after the step that is running, with a
+// checkpoint; a second signal ends the process at once. So does Ctrl-C in a run that writes checkpoints. Under mpirun
+// SIGUSR1 reaches every rank; batch systems send either some time before they kill (Slurm: --signal=USR1@120).
 #ifndef STOP_H
 #define STOP_H
 
@@ -18,14 +18,14 @@ static inline void stop_handle(int number) {
     stop_signal = number;
 }
 
-// From here on the signals are noted instead of ending the process.
-static inline void stop_listen(void) {
-    const int numbers[] = {SIGTERM, SIGINT, SIGUSR1};
+// From here on the signals are noted instead of ending the process, SIGINT only if `interrupt`.
+static inline void stop_listen(int interrupt) {
+    const int numbers[] = {SIGTERM, SIGUSR1, SIGINT};
     struct sigaction action;
     memset(&action, 0, sizeof(action));
     action.sa_handler = stop_handle;
     action.sa_flags = SA_RESTART;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2 + (interrupt != 0); i++) {
         sigaction(numbers[i], &action, NULL);
     }
 }

@@ -280,12 +280,13 @@ static void test_continue(void) {
     for (int again = 0; again < 2; again++) { // the second time there is nothing of step 2 and later
         setup(&train, &gpt, path);
         Logger logger;
-        logger_continue(&logger, &train, &gpt, 2, "here \"x\"", "precision bf16 -> fp8");
+        logger_continue(&logger, &train, 2);
+        logger_log_resume(&logger, &train, &gpt, 2, "here \"x\"", "precision bf16 -> fp8");
         logger_close(&logger);
     }
     setup(&train, &gpt, path);
     Logger logger;
-    logger_continue(&logger, &train, &gpt, 2, "a", "");
+    logger_continue(&logger, &train, 2);
     logger_log_val(&logger, 2, 100, 3.5f);
     logger_log_checkpoint(&logger, 2, 2000000000, 4.0, 0.5);
     logger_close(&logger);

@@ -25,6 +25,9 @@ static RunState a_state(int step) {
     s.version = RUN_STATE_VERSION;
     s.step = s.num_updates = step;
     s.max_seq_len = 64, s.vocab_size = 257, s.padded_vocab_size = 384, s.num_layers = 2, s.num_heads = 2, s.channels = 64;
+    GptConfig gpt = run_state_shape(&s);
+    s.num_parameters = (int64_t)gpt_num_parameters(&gpt);
+    s.num_slots = 24;
     s.num_ranks = 1;
     s.window_tokens = 512;
     s.slot_bytes = sizeof(ScaleSlot);
@@ -168,7 +171,7 @@ static void test_impossible_states(void) {
     char why[CHECKPOINT_WHY];
     RunState good = a_state(3);
     expect(run_state_check(&good, "x", why) == 0, "%s", why);
-    for (int what = 0; what < 17; what++) {
+    for (int what = 0; what < 19; what++) {
         RunState s = good;
         switch (what) {
         case 0: s.version = 2; break;
@@ -188,6 +191,8 @@ static void test_impossible_states(void) {
         case 14: s.channels = 65; break;
         case 15: s.num_layers = (int64_t)1 << 33; break;
         case 16: s.vocab_size = 0; break;
+        case 17: s.num_slots = 25; break;
+        case 18: s.num_parameters++; break;
         }
         why[0] = 0;
         expect(run_state_check(&s, "the file", why) == 1 && strstr(why, "the file") != NULL, "case %d: '%s'", what, why);
