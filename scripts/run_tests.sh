@@ -66,7 +66,7 @@ host_tests() {
 script_tests() {
     local tests=(scripts/test_*.py)
     for test in scripts/test_*.sh; do
-        [[ $test == scripts/test_cpu_program.sh || ! -e $test ]] || tests+=("$test")
+        [[ $test == scripts/test_cpu_*.sh || ! -e $test ]] || tests+=("$test")
     done
     scripts/run_each.sh "${tests[@]}"
 }
@@ -121,6 +121,7 @@ part host host_tests
 if make --no-print-directory -s -j2 cpu tools test_gpt_fp8_cpu >"$logs/build.log" 2>&1; then
     part scripts script_tests
     part cpu-program scripts/test_cpu_program.sh
+    part cpu-checkpoints scripts/test_cpu_checkpoints.sh
     part cpu-model ./test_gpt_fp8_cpu
 else
     part build sh -c "tail -n 40 '$logs/build.log'; echo '0 passed, 1 failed, 0 skipped'; exit 1"

@@ -4,34 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-program=./train_gpt_fp8_cpu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-passed=0 failed=0 skipped=0
-
-ok() {
-    echo "ok       $1"
-    passed=$((passed + 1))
-}
-
-fail() { # NAME WHY
-    echo "FAILED   $1: $2"
-    failed=$((failed + 1))
-}
-
-check() { # NAME WHY-IF-NOT COMMAND...
-    local name=$1 why=$2
-    shift 2
-    if "$@"; then ok "$name"; else fail "$name" "$why"; fi
-}
-
-# ----------------------------------------------------------------------------------------------------------------------
-# data: bytes of the default corpus
-
-data/make_corpus --bytes 400000 --seed 3 -o "$work/train.txt" --val-bytes 20000 --val-output "$work/val.txt" >"$work/log" 2>&1
-data/tokenize --byte -o "$work/train.bin" "$work/train.txt" >>"$work/log" 2>&1
-data/tokenize --byte -o "$work/val.bin" "$work/val.txt" >>"$work/log" 2>&1
+source scripts/testing.sh
+make_data
 
 steps=60
 shape=(--num-layers 2 --channels 64 --num-heads 2 --max-seq-len 64 --vocab-size 257 -t 64)
@@ -138,7 +112,6 @@ fi
 # On one batch (-a 1) two ranks of 4 sequences see what one rank of 8 sees; otherwise every rank has an order of its own,
 # as in llm.c. FP32 leaves only the order of sums; in FP8 a scale is that of all ranks, but a sum that comes out
 # differently in the last bit may round to the next FP8 value.
-mpi() { mpirun -np 2 --oversubscribe --allow-run-as-root "$@"; }
 two_ranks() { # PRECISION TOLERANCE
     local name="two ranks in $1" difference
     local same=("${shape[@]}" "${settings[@]}" -i "$work/train.bin" -j "$work/val.bin" --threads 1 --precision "$1" -a 1 -x 20)
@@ -167,8 +140,7 @@ if command -v mpirun >/dev/null; then
         "$(grep '^-b auto' "$work/auto_ranks.out"; tail -n 2 "$work/auto_ranks.out")" \
         test "$(grep -c '^-b auto: -b 8,' "$work/auto_ranks.out") $(losses auto_ranks step | wc -l)" = "1 2"
 else
-    echo "skipped  two ranks: no mpirun"
-    skipped=$((skipped + 4))
+    skip "two ranks" "no mpirun" 4
 fi
 
 # A command line of llm.c, with every flag that its scripts use.
@@ -311,5 +283,4 @@ refuses "/dev/full" "${good[@]}" --save-model /dev/full
 refuses "16" -i "$work/train.bin" -j "$work/val.bin" "${shape[@]}" -b 3 -t 7 -x 1
 refuses "2000" "${good[@]}" -t 2000
 
-echo "$passed passed, $failed failed, $skipped skipped"
-[[ $failed -eq 0 ]]
+summary
