@@ -1209,15 +1209,14 @@ static void save_give_up(Save* c, Model* model, int error) {
     c->phase = SAVE_NONE;
     c->retry_at = every > 0 ? step + (every + 9) / 10 : -1;
     if (c->result.error != 0) {
-        fprintf(stderr, "warning: rank %d: cannot write '%s': %s\n", train->rank, c->result.path, strerror(c->result.error));
+        warning("rank %d: cannot write '%s': %s", train->rank, c->result.path, strerror(c->result.error));
     }
     if (comm_rank(model->comm) != 0) { return; }
     snapshot_abandon(train->output_dir, step);
     char before[64] = "there is none before it", next[64] = "";
     if (c->newest >= 0) { snprintf(before, sizeof(before), "that of step %d stays", c->newest); }
     if (every > 0) { snprintf(next, sizeof(next), ", the next try is at step %d", c->retry_at); }
-    fprintf(stderr, "WARNING: THE CHECKPOINT OF STEP %d WAS NOT WRITTEN (%s); %s; training goes on%s\n", step,
-            strerror(error), before, next);
+    warning("THE CHECKPOINT OF STEP %d WAS NOT WRITTEN (%s); %s; training goes on%s", step, strerror(error), before, next);
 }
 
 // Rank 0, in the writer's thread: where the run stands, the folder's name, and what is no longer to be kept. 0 or errno.
@@ -1362,6 +1361,11 @@ static int load_shard(Model* model, const RunState* state, const char* folder, i
     uint64_t share[2];
     size_t n = model->table.num_parameters;
     int bad = snapshot_in_whole(&in, "share", share, sizeof(share), why);
+    struct stat st;
+    if (!bad && rank == 0 && stat(model_path, &st) == 0 && st.st_size != (off_t)(MODEL_FILE_HEADER_BYTES + 2 * n)) {
+        bad = checkpoint_refuse(why, "'%s' has %lld bytes, want %zu", model_path, (long long)st.st_size,
+                                MODEL_FILE_HEADER_BYTES + 2 * n);
+    }
     if (!bad && (share[0] != *next || share[1] > n - *next)) {
         bad = checkpoint_refuse(why, "'%s' holds parameters %llu to %llu, want them from %zu on, of %zu", path,
                  (unsigned long long)share[0], (unsigned long long)(share[0] + share[1]), *next, n);
@@ -1572,6 +1576,7 @@ static int stop_early(Run* run, Model* model, int steps_done, int reason) {
         if (is_saved) {
             printf("stopped by %s after step %d of %d; --resume (-y) 1 goes on\n", why, steps_done, run->num_steps);
         } else {
+            fflush(stdout);
             fprintf(stderr, "error: stopped by %s after step %d of %d, without a checkpoint of it\n", why, steps_done,
                     run->num_steps);
         }
@@ -1643,6 +1648,16 @@ static int train_loop(Run* run, Model* model) {
         if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
     }
     save_poll(run, model, 1);
+    if (train->checkpoint_every > 0 && end > run->first_step && run->save.newest != end) { // one more try
+        save_begin(run, model, end);
+        save_poll(run, model, 1);
+    }
+    int is_saved = train->checkpoint_every == 0 || end == run->first_step || run->save.newest == end;
+    if (is_first_rank && !is_saved) {
+        fflush(stdout);
+        fprintf(stderr, "error: the run is over, but there is no checkpoint of its last step %d%s\n", end,
+                run->save.newest < 0 ? "" : "; the newest one stays");
+    }
     if (is_first_rank && train->profile > 0 && run->profile.num_steps == 0) {
         printf("no profile: %d steps, --profile looks at step %d and those after it\n", run->num_steps,
                profile_from(train) + 1);
@@ -1652,7 +1667,7 @@ static int train_loop(Run* run, Model* model) {
         printf("mean of steps %d to %d: %.2f ms, %.0f tok/s\n", run->first_step + 2, end, 1e3 * total_s / timed,
                (double)train->total_batch_tokens * timed / total_s);
     }
-    return 0;
+    return is_saved ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 
 // llm.c's files of the last step (--export-llmc).

@@ -43,6 +43,17 @@ __attribute__((format(printf, 3, 4))) CHECK_NORETURN static inline void check_fa
         }                                                     \
     } while (0)
 
+// Print "warning: <message>" as one line of its own on stderr, behind what stdout still holds.
+__attribute__((format(printf, 1, 2))) static inline void warning(const char* format, ...) {
+    char message[2048];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(message, sizeof(message), format, args);
+    va_end(args);
+    fflush(stdout);
+    fprintf(stderr, "warning: %s\n", message);
+}
+
 // malloc of `bytes` (at least 1), never NULL.
 static inline void* malloc_or_die(size_t bytes) {
     void* p = malloc(bytes ? bytes : 1);

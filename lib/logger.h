@@ -16,15 +16,15 @@
 // A run that is continued from a checkpoint continues its logs: lines of steps that will be done again move to
 // main.log.cut and metrics.jsonl.cut, so that the log reads as if the run had never been interrupted.
 //
-// Only rank 0 writes. Every line is flushed when it is written, so that a killed run has its log. A line that cannot be
-// written (a full disk) is lost, whole and with a warning; training goes on, and the lines after it are tried again.
+// Only rank 0 writes. Every line goes to the file at once, so that a killed run has its log. Lines that cannot be written
+// (a full disk) are kept in memory, with a warning, and written when there is room again; training goes on.
 #ifndef LOGGER_H
 #define LOGGER_H
 
 #include "check.h"
 
+#include <fcntl.h>
 #include <math.h>
-#include <stdio_ext.h>
 #include <unistd.h>
 
 #include "config.h"
@@ -106,10 +106,13 @@ typedef struct {
 } StepReport;
 
 typedef struct {
-    FILE* file; // NULL: none
+    FILE* file; // what is printed here waits in memory for logger_flush; NULL: no log
+    char* text; // (size) of what waits
+    size_t size;
     char* path;
-    off_t end; // of the last line that is whole
-    int lost;  // lines since then
+    int fd;
+    off_t end;   // of the last line that is whole
+    int waiting; // lines that could not be written so far
 } LogFile;
 
 typedef struct {
@@ -141,37 +144,44 @@ static inline char* logger_path(const char* folder, const char* name) {
     return path;
 }
 
-// Bring the line just written to the file. If that fails nothing of it stays, and a warning says so, once until it
-// goes well again.
+// Bring what waits to the file, all of it or nothing; a warning, once, when that fails.
 static inline void logger_flush(LogFile* log) {
-    if (fflush(log->file) == 0 && !ferror(log->file)) {
-        if (log->lost > 0) { fprintf(stderr, "warning: '%s' is written again, %d lines are lost\n", log->path, log->lost); }
-        log->end = ftello(log->file);
-        log->lost = 0;
+    fflush(log->file);
+    size_t done = 0;
+    ssize_t put = 1;
+    while (done < log->size && put > 0) {
+        put = pwrite(log->fd, log->text + done, log->size - done, log->end + (off_t)done);
+        done += put > 0 ? (size_t)put : 0;
+    }
+    if (done == log->size) {
+        if (log->waiting > 0) { warning("'%s' is written again, no line is lost", log->path); }
+        log->end += (off_t)done;
+        log->waiting = 0;
+        rewind(log->file);
         return;
     }
-    int error = errno;
-    if (log->lost++ == 0) {
-        fprintf(stderr, "WARNING: cannot write '%s': %s; its lines are lost until there is room, training goes on\n",
-                log->path, strerror(error));
+    if (log->waiting++ == 0) {
+        warning("CANNOT WRITE '%s': %s; its lines wait in memory until there is room, training goes on", log->path,
+                put < 0 ? strerror(errno) : "no room");
     }
-    __fpurge(log->file);
-    clearerr(log->file);
-    if (ftruncate(fileno(log->file), log->end) == 0) { fseeko(log->file, log->end, SEEK_SET); }
+    put = ftruncate(log->fd, log->end); // nothing that is half there; if this fails too, it is written over later
 }
 
-static inline void logger_open_file(LogFile* log, const char* folder, const char* name, const char* mode) {
+// Open DIR/NAME, to be written anew or, with `keep`, behind what is there.
+static inline void logger_open_file(LogFile* log, const char* folder, const char* name, int keep) {
     log->path = logger_path(folder, name);
-    log->file = fopen_or_die(log->path, mode);
-    fseeko(log->file, 0, SEEK_END);
-    log->end = ftello(log->file);
-    log->lost = 0;
+    log->fd = open(log->path, O_WRONLY | O_CREAT | O_CLOEXEC | (keep ? 0 : O_TRUNC), 0666);
+    check(log->fd >= 0, "cannot open '%s' for writing: %s", log->path, strerror(errno));
+    log->end = keep ? lseek(log->fd, 0, SEEK_END) : 0;
+    log->file = open_memstream(&log->text, &log->size);
+    check(log->file != NULL, "out of host memory for '%s'", log->path);
+    log->waiting = 0;
 }
 
-static inline void logger_open_files(Logger* logger, const TrainConfig* train, const char* mode) {
+static inline void logger_open_files(Logger* logger, const TrainConfig* train, int keep) {
     logger_make_folder(train->output_dir);
-    logger_open_file(&logger->main_log, train->output_dir, "main.log", mode);
-    logger_open_file(&logger->metrics, train->output_dir, "metrics.jsonl", mode);
+    logger_open_file(&logger->main_log, train->output_dir, "main.log", keep);
+    logger_open_file(&logger->metrics, train->output_dir, "metrics.jsonl", keep);
 }
 
 // Start the log files of this run in train->output_dir, which is made when it does not exist; logs of an earlier run
@@ -182,7 +192,7 @@ static inline void logger_open(Logger* logger, const TrainConfig* train, const G
     if (train->output_dir[0] == 0 || train->rank != 0) {
         return;
     }
-    logger_open_files(logger, train, "w");
+    logger_open_files(logger, train, 0);
     fprintf(logger->metrics.file, "{\"type\": \"config\", \"config_hash\": \"%016llx\", \"config\": ",
             (unsigned long long)config_hash(train, gpt));
     config_write_json(logger->metrics.file, train, gpt);
@@ -246,7 +256,7 @@ static inline void logger_continue(Logger* logger, const TrainConfig* train, int
         logger_cut(paths[i], step);
         free(paths[i]);
     }
-    logger_open_files(logger, train, "a");
+    logger_open_files(logger, train, 1);
 }
 
 // The run goes on at step `step` from the checkpoint `from`, with what `changes` says set otherwise (config_changes).
@@ -349,10 +359,14 @@ static inline void logger_log_profile(Logger* logger, int step, const Profile* p
 static inline void logger_close(Logger* logger) {
     LogFile* logs[] = {&logger->main_log, &logger->metrics};
     for (int i = 0; i < 2; i++) {
-        if (logs[i]->file == NULL) { continue; }
-        if (logs[i]->lost > 0) { fprintf(stderr, "warning: '%s' lacks its last %d lines\n", logs[i]->path, logs[i]->lost); }
-        fclose(logs[i]->file); // every line has been flushed
-        free(logs[i]->path);
+        LogFile* log = logs[i];
+        if (log->file == NULL) { continue; }
+        if (log->waiting > 0) { logger_flush(log); }
+        if (log->waiting > 0) { warning("'%s' lacks its last %d lines", log->path, log->waiting); }
+        close(log->fd);
+        fclose(log->file);
+        free(log->text);
+        free(log->path);
     }
     memset(logger, 0, sizeof(*logger));
 }

@@ -169,7 +169,7 @@ static inline void resume_release(Resume* resume) {
 static inline void resume_reject(Resume* resume, const char* why) {
     int is_last = resume->at + 1 == resume->num_candidates;
     if (resume->speaks) {
-        fprintf(stderr, "warning: cannot go on from '%s': %s%s\n", resume->candidates[resume->at].path, why,
+        warning("cannot go on from '%s': %s%s", resume->candidates[resume->at].path, why,
                 is_last ? "" : "; trying the one before it");
     }
     resume_release(resume);

@@ -454,7 +454,7 @@ no_space() {
     start space "${long[@]}" -n 10
     await '^checkpoint step_00000010' || return 1
     prlimit --pid "$pid" --fsize=300000: || { why="prlimit"; return 1; }
-    await '^WARNING: THE CHECKPOINT OF STEP [0-9]+ WAS NOT WRITTEN' || return 1
+    await '^warning: THE CHECKPOINT OF STEP [0-9]+ WAS NOT WRITTEN' || return 1
     local seen
     seen=$(grep -cE '^step ' "$work/space.out")
     await "^step +$((seen + 15))/" || return 1
@@ -479,7 +479,7 @@ full_disk() {
     start disk "${long[@]}" -n 10 --keep 1 -o "$work/disk/run"
     await '^checkpoint step_00000010' || return 1
     dd if=/dev/zero of="$work/disk/filler" bs=4096 2>/dev/null || true
-    await '^WARNING: THE CHECKPOINT OF STEP [0-9]+ WAS NOT WRITTEN' || return 1
+    await '^warning: THE CHECKPOINT OF STEP [0-9]+ WAS NOT WRITTEN' || return 1
     local seen
     seen=$(grep -cE '^step ' "$work/disk.out")
     await "^step +$((seen + 15))/" || return 1
