@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Did two runs do the same? Every line of their logs, every byte of their newest checkpoints.
 
-    same_run.py RUN_A RUN_B [--from STEP]
+    same_run.py RUN_A RUN_B
 
 What may differ: the times in metrics.jsonl, its records of settings, checkpoints and resumptions, and the section of
-common.bin that holds the settings. --from STEP: only log lines of that step and later, for a run that was continued in
-another folder. Prints one line per difference; exit status 0: none, 1: some, 2: a run's files cannot be read.
+common.bin that holds the settings. Prints one line per difference; exit status 0: none, 1: some, 2: files cannot be read.
 """
 
 import argparse
@@ -21,25 +20,24 @@ SECTIONS_OF_THE_RUN = ("config",)
 HEADER_BYTES = 4096
 
 
-def main_log(run, first):
-    """Lines of main.log from step `first` on."""
+def main_log(run):
+    """Lines of main.log."""
     with open(os.path.join(run, "main.log")) as file:
         lines = file.read().splitlines()
     for line in lines:
         if not re.fullmatch(r"s:\d+ (trl:\S+ lr:\S+ norm:\S+|tel:\S+|eval:\S+)", line):
             raise ValueError(f"{run}/main.log has the line {line!r}")
-    return [line for line in lines if int(line[2:].split()[0]) >= first]
+    return lines
 
 
-def metrics(run, first):
-    """Records of metrics.jsonl from step `first` on, without times and without what tells how the run was run."""
+def metrics(run):
+    """Records of metrics.jsonl, without times and without what tells how the run was run."""
     records = []
     with open(os.path.join(run, "metrics.jsonl")) as file:
         for line in file:
             record = json.loads(line)
-            if record["type"] in RECORDS_OF_THE_RUN or record["step"] < first:
-                continue
-            records.append({key: value for key, value in record.items() if key not in TIMES})
+            if record["type"] not in RECORDS_OF_THE_RUN:
+                records.append({key: value for key, value in record.items() if key not in TIMES})
     return records
 
 
@@ -73,9 +71,9 @@ def first_difference(a, b):
     return f"{at} of {len(a)} and {len(b)}: {a[at : at + 1]} and {b[at : at + 1]}"
 
 
-def differences(a, b, first):
+def differences(a, b):
     for name, reader in (("main.log", main_log), ("metrics.jsonl", metrics)):
-        in_a, in_b = reader(a, first), reader(b, first)
+        in_a, in_b = reader(a), reader(b)
         if in_a != in_b:
             yield f"{name}: line {first_difference(in_a, in_b)}"
         if not in_a:
@@ -106,10 +104,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_a")
     parser.add_argument("run_b")
-    parser.add_argument("--from", dest="first", type=int, default=0, metavar="STEP")
     arguments = parser.parse_args()
     try:
-        found = list(differences(arguments.run_a, arguments.run_b, arguments.first))
+        found = list(differences(arguments.run_a, arguments.run_b))
     except (OSError, ValueError, KeyError, struct.error) as error:
         print(f"cannot compare: {error}")
         return 2

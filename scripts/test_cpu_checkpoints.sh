@@ -9,8 +9,11 @@ cd "$(dirname "$0")/.."
 [[ -n ${TESTS_IN_TIME:-} ]] || TESTS_IN_TIME=1 exec timeout 400 "$0" "$@"
 
 source scripts/testing.sh
-trap 'kill -KILL "$pid" 2>/dev/null || true; umount "$work/disk" 2>/dev/null || true; rm -rf "$work"' EXIT
+trap 'kill -KILL $pid $kills 2>/dev/null || true; umount "$work/disk" 2>/dev/null || true; rm -rf "$work"' EXIT
 make_data
+
+dev/kill_test.sh 20 >"$work/kills.out" 2>&1 & # beside the other tests
+kills=$!
 
 shape=(--num-layers 2 --channels 32 --num-heads 2 --max-seq-len 32 --vocab-size 257 -t 32)
 settings=(-l 2e-3 -k constant -c 0.1 -v 10 -m 4 -s 0 --threads 1)
@@ -82,7 +85,9 @@ steps_made() { # NAME NUMBER
 }
 
 # Logs and newest checkpoint of two runs are the same.
-same() { why=$(dev/same_run.py "$work/$1" "$work/$2" "${@:3}" 2>&1 | head -n 5) && [[ -z $why ]]; }
+same() { # NAME NAME
+    why=$(dev/same_run.py "$work/$1" "$work/$2" 2>&1 | head -n 5) && [[ -z $why ]]
+}
 
 # The error line of a leg: exactly one, and it contains the text.
 refused() { # NAME TEXT
@@ -94,7 +99,8 @@ refused() { # NAME TEXT
 }
 
 checkpoints() { # NAME: its committed checkpoints' steps on one line
-    find "$work/$1" -maxdepth 1 -name 'step_????????' -printf '%f\n' 2>/dev/null | sort | sed 's/^step_0*//' | paste -sd ' '
+    find "$work/$1" -maxdepth 1 -name 'step_????????' -printf '%f\n' 2>/dev/null | sort | sed 's/^step_0*//' |
+        paste -sd ' '
 }
 
 no_leftovers() { # NAME
@@ -119,7 +125,8 @@ in_two() { # NAME FLAG...
     shift
     leg 0 "$name" -x 40 -n 20 "$@" && steps_made "$name" 40 && says "$name" '^checkpoint step_00000040' &&
         leg 0 "$two" -x 20 -n 20 "$@" && steps_made "$two" 20 &&
-        leg 0 "$two" -x 40 -n 20 -y 1 "$@" && steps_made "$two" 20 && says "$two" 'resumed at step 20' && same "$name" "$two"
+        leg 0 "$two" -x 40 -n 20 -y 1 "$@" && steps_made "$two" 20 && says "$two" 'resumed at step 20' &&
+        same "$name" "$two"
 }
 
 verdict "20 + 20 steps: FP8, delayed scaling" in_two delayed --precision fp8
@@ -127,8 +134,15 @@ verdict "20 + 20 steps: FP8, current scaling" in_two current --precision fp8 --r
 verdict "20 + 20 steps: FP8, FP8 head" in_two head --precision fp8 --fp8-lm-head 1
 verdict "20 + 20 steps: BF16" in_two bf16 --precision bf16
 verdict "20 + 20 steps: FP32" in_two fp32 --precision fp32
-verdict "20 + 20 steps: short amax history, outliers skipped, rounding to nearest" in_two odd --amax-history 12 \
-    --amax-algo most_recent -sl 2 -sg 2 --param-rounding nearest --bf16-layers 1,0
+verdict "20 + 20 steps: short amax history, rounding to nearest, a block in BF16" in_two odd --amax-history 12 \
+    --amax-algo most_recent --param-rounding nearest --bf16-layers 1,0
+skipping() { # outliers are judged from step 128 on; a skipped step is none of AdamW's
+    leg 0 skips -x 200 -n 170 -sg 0.5 && why="no step was skipped before the checkpoint" &&
+        grep -qE '^step 1[0-6]./.*SKIPPED' "$work/skips.out" && leg 0 skips_two -x 170 -n 170 -sg 0.5 &&
+        leg 0 skips_two -x 200 -n 170 -sg 0.5 -y 1 && steps_made skips_two 30 && same skips skips_two
+}
+verdict "170 + 30 steps, some of them skipped" skipping
+
 if [[ $have_mpi ]]; then
     launch=("${on_two_ranks[@]}")
     verdict "20 + 20 steps: FP8 on two ranks" in_two ranks -d 512
@@ -155,7 +169,7 @@ interrupted() { # SIGNAL STATUS NAME REFERENCE
     local name=$3 at
     for _ in 1 2 3 4; do
         rm -rf "${work:?}/$name"
-        at=$((RANDOM % 120 + 2))
+        at=$((RANDOM % 110 + 35))
         start "$name" "${long[@]}"
         await "^step +$at/" || continue
         kill -"$1" "$pid"
@@ -183,6 +197,7 @@ in_time() { # NAME REFERENCE: legs of --max-minutes, each started by the same co
 leg 0 long "${long[@]}" || fail "200 steps" "$why"
 verdict "SIGTERM at a random step, continued" interrupted TERM 75 term long
 verdict "SIGUSR1 at a random step, continued" interrupted USR1 75 usr1 long
+verdict "SIGINT at a random step, continued" interrupted INT 75 int long
 verdict "SIGKILL at a random step, continued" interrupted KILL 137 kill long
 verdict "legs of --max-minutes 0.006" in_time minutes long
 
@@ -204,7 +219,7 @@ verdict "SIGUSR1 after SIGTERM ends at once with 138" second_signal USR1 138
 
 one_rank_killed() {
     start rank_killed "${long[@]}"
-    await "^step +$((RANDOM % 120 + 2))/" || return 1
+    await "^step +$((RANDOM % 110 + 35))/" || return 1
     kill -KILL "$(pgrep -P "$pid" -f "$program" | tail -n 1)"
     finish 137 || [[ $why == *"exit status"* ]] || return 1
     leg 0 rank_killed "${long[@]}" -y 1 && same rank_killed ranks_long
@@ -225,7 +240,7 @@ fi
 # The first five losses from step FROM on against those of a run that went on as it was. Prints what it found.
 #   paired  the same batches: no loss may be further away than --margin
 #   mean    other batches: the means may differ by 4 sigma of a difference of two means of five, where one step's sigma
-#           is that of the reference's steps 15 and later, from differences of neighbours so that learning does not count
+#           is that of the reference's steps from 15 on, from differences of neighbours so that learning does not count
 continues() { # paired|mean NAME REFERENCE FROM [MARGIN]
     why=$(python3 - "$1" "$work/$2" "$work/$3" "$4" "${5:-0}" <<'PYTHON'
 import json, sys
@@ -253,8 +268,9 @@ PYTHON
 switch_margin() {
     python3 - "$work/delayed" "$work/current" "$work/head" "$work/bf16" <<'PYTHON'
 import json, sys
-runs = [[r["loss"] for r in map(json.loads, open(run + "/metrics.jsonl")) if r["type"] == "step"] for run in sys.argv[1:]]
-print(2 * max(max(losses) - min(losses) for losses in list(zip(*runs))[20:]))
+def losses(run):
+    return [r["loss"] for r in map(json.loads, open(run + "/metrics.jsonl")) if r["type"] == "step"]
+print(2 * max(max(step) - min(step) for step in list(zip(*map(losses, sys.argv[1:])))[20:]))
 PYTHON
 }
 margin=$(switch_margin) || fail "margin of the switches" "no losses"
@@ -267,7 +283,8 @@ switched() { # REFERENCE REGEX-THERE REGEX-BACK FLAGS FLAGS-BACK
         leg 0 "$name" -x 40 -n 10 -y 1 $5 && steps_made "$name" 10 && says "$name" "$3" &&
         continues paired "$name" "$1" 20 "$margin" && continues paired "$name" "$1" 30 "$margin"
 }
-verdict "BF16 -> FP8 -> BF16" switched bf16 'precision.*bf16.*fp8' 'precision.*fp8.*bf16' "--precision fp8" "--precision bf16"
+verdict "BF16 -> FP8 -> BF16" switched bf16 'precision.*bf16.*fp8' 'precision.*fp8.*bf16' "--precision fp8" \
+    "--precision bf16"
 verdict "FP8 -> BF16 -> FP8" switched delayed 'precision.*fp8.*bf16' 'precision.*bf16.*fp8' "--precision bf16" \
     "--precision fp8"
 verdict "recipe delayed -> current -> delayed" switched delayed 'recipe.*delayed.*current' 'recipe.*current.*delayed' \
@@ -280,14 +297,28 @@ verdict "amax history 1,024 -> 16 -> 1,024" switched delayed 'amax-history.*1024
     "--amax-history 16" "--amax-history 1024"
 
 other_micro_batch() {
-    leg 0 micro -x 40 -n 20 -y "$work/delayed/step_00000020" -b 8 && steps_made micro 20 && says micro 'batch-size.*4.*8' &&
-        continues mean micro delayed 20
+    leg 0 micro -x 40 -n 20 -y "$work/delayed/step_00000020" -b 8 && steps_made micro 20 &&
+        says micro 'batch-size.*4.*8' && continues mean micro delayed 20
 }
 verdict "another micro-batch at the same -d" other_micro_batch
 
+other_total_batch() { # tokens so far, and the schedule, go on from where they were
+    leg 0 total -x 30 -n 10 -y "$work/delayed/step_00000020" -d 512 && steps_made total 10 || return 1
+    why=$(grep '"type": "step", "step": 20,' "$work/total/metrics.jsonl")
+    [[ $why == *'"tokens": 5632,'* ]]
+}
+verdict "another -d: 20 x 256 + 512 tokens" other_total_batch
+
+other_data() {
+    leg 0 data -x 30 -n 10 -y "$work/delayed/step_00000020" -i "$work/val.bin" && steps_made data 10 &&
+        says data 'other files'
+}
+verdict "other training files: from their beginning, and it says so" other_data
+
 other_ranks() {
     launch=("${on_two_ranks[@]}")
-    leg 0 one_two -x 30 -n 10 -y "$work/delayed/step_00000020" && steps_made one_two 10 && continues mean one_two delayed 20
+    leg 0 one_two -x 30 -n 10 -y "$work/delayed/step_00000020" && steps_made one_two 10 &&
+        continues mean one_two delayed 20
     local status=$?
     launch=()
     [[ $status -eq 0 ]] && leg 0 one_two -x 40 -n 10 -y 1 && steps_made one_two 10 && continues mean one_two delayed 30
@@ -295,7 +326,8 @@ other_ranks() {
 if [[ $have_mpi ]]; then
     verdict "1 -> 2 -> 1 ranks" other_ranks
     ranks_to_one() {
-        leg 0 two_one -x 40 -n 10 -y "$work/ranks/step_00000020" && steps_made two_one 20 && continues mean two_one ranks 20
+        leg 0 two_one -x 40 -n 10 -y "$work/ranks/step_00000020" && steps_made two_one 20 &&
+            continues mean two_one ranks 20
     }
     verdict "2 -> 1 ranks" ranks_to_one
 else
@@ -319,8 +351,8 @@ with open(path, "r+b") as file:
 PYTHON
 }
 
-# Do to FILE of the newest checkpoint what the rest of the line says; continuing must find the one before, say which file
-# is damaged, and end as the run did that nothing happened to.
+# Do to FILE of the newest checkpoint what the rest of the line says; continuing must find the one before, say which
+# file is damaged, and end as the run did that nothing happened to.
 falls_back() { # FILE COMMAND...
     local file=$1
     shift
@@ -328,7 +360,8 @@ falls_back() { # FILE COMMAND...
     cp -r "$work/whole" "$work/hurt"
     "$@" || return 1
     leg 0 hurt -x 40 -n 10 -y 1 && steps_made hurt 10 && says hurt "step_00000040.*$file" &&
-        says hurt 'resumed at step 30' && why="main.log differs" && cmp -s "$work/hurt/main.log" "$work/whole/main.log" && return
+        says hurt 'resumed at step 30' && why="main.log differs" &&
+        cmp -s "$work/hurt/main.log" "$work/whole/main.log" && return
     why="$*: $why"
     return 1
 }
@@ -383,6 +416,23 @@ all_damaged() {
     why="the folder was changed"
     [[ $(cd "$work/hurt" && sha256sum main.log metrics.jsonl step_*/*) == "$before" ]]
 }
+fall_back_and_stop() { # --keep counts what was written last, not the damaged one with the highest number
+    rm -rf "$work/hurt"
+    cp -r "$work/whole" "$work/hurt"
+    flip "$work/hurt/step_00000040/shard_00000.bin" 9000 3
+    leg 0 hurt -x 36 -n 5 --keep 1 -y 1 && steps_made hurt 6 && leg 0 hurt -x 40 -n 10 -y 1 &&
+        says hurt 'resumed at step 36' && steps_made hurt 4 && same hurt whole
+}
+verdict "fallen back with --keep 1, stopped before the damaged one, continued" fall_back_and_stop
+
+went_back() { # on purpose, in the same folder: from then on the run is the one that was continued
+    rm -rf "$work/back"
+    cp -r "$work/whole" "$work/back"
+    leg 0 back -x 25 -n 5 -y "$work/back/step_00000020" && steps_made back 5 && leg 0 back -x 40 -n 10 -y 1 &&
+        says back 'resumed at step 25' && steps_made back 15 && same back whole
+}
+verdict "-y FOLDER/step_00000020 in the run's own folder, then -y 1" went_back
+
 verdict "all checkpoints damaged: an error, and nothing is touched" all_damaged
 
 damaged_path() { # FILE
@@ -430,8 +480,9 @@ keeps() { # WANTED FLAG...
     local wanted=$1
     shift
     rm -rf "$work/keep"
-    leg 0 keep -x 42 -n 5 "$@" && why="found $(checkpoints keep), want $wanted" && [[ $(checkpoints keep) == "$wanted" ]] &&
-        no_leftovers keep
+    leg 0 keep -x 42 -n 5 "$@" || return 1
+    why="found $(checkpoints keep), want $wanted"
+    [[ $(checkpoints keep) == "$wanted" ]] && no_leftovers keep
 }
 verdict "--keep 2 --keep-every 20" keeps "20 40 42" --keep 2 --keep-every 20
 verdict "--keep 1" keeps "42" --keep 1
@@ -524,7 +575,8 @@ shared=${SHARED_DATA:-../shared/data}
 real_llmc() { # PRECISION
     shape=() batch=(-e d2 -b 1 -t 1024 -d 1024)
     leg 0 "real_$1" -i "$work/gpt2_val.bin" -j "" -x 502 --threads 2 --precision "$1" \
-        -y "$shared/llmc/d2_model_00000500.bin" && says "real_$1" '^step +501/502 ' && says "real_$1" '^step +502/502 ' || return 1
+        -y "$shared/llmc/d2_model_00000500.bin" && says "real_$1" '^step +501/502 ' &&
+        says "real_$1" '^step +502/502 ' || return 1
     why=$(awk '/^s:50[01] trl/ { sub("trl:", "", $2); if (!($2 < 6.5 && $2 > 5)) { print; bad = 1 } n++ }
         END { if (n != 2) { print n " steps in main.log"; bad = 1 } exit bad }' "$work/real_$1/main.log")
 }
@@ -542,10 +594,12 @@ fi
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-kills() {
-    why=$(dev/kill_test.sh 20 2>&1 | tail -n 3)
-    [[ $why == *"20 of 20"* ]]
+killed() {
+    local status=0
+    wait "$kills" || status=$?
+    why=$(tail -n 3 "$work/kills.out")
+    [[ $status -eq 0 && $why == *"20 of 20" ]]
 }
-verdict "kill -9 at 20 random moments (dev/kill_test.sh)" kills
+verdict "kill -9 at 20 random moments (dev/kill_test.sh)" killed
 
 summary
