@@ -22,6 +22,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <glob.h>
 #include <math.h>
 #include <pthread.h>
@@ -39,6 +40,7 @@
 
 #define FUZZ_MEMORY ((size_t)64 << 20) // bytes that a reader may hold for an input of a few kilobytes
 #define FUZZ_DESCRIPTORS 64            // those above are not looked at
+#define FUZZ_PATH 640                  // bytes of a path in the folder of the run
 
 enum { FUZZ_TAKEN, FUZZ_REFUSED, FUZZ_EITHER }; // what the reader must do with a seed
 
@@ -50,6 +52,7 @@ typedef struct {
 
 typedef struct {
     int running;
+    int returned; // the reader came back and said why it refuses (fuzz_refused)
     int must_end; // set by the target: from here on no check may fail
     jmp_buf refused;
     char message[1024]; // of the check that failed, or the last warning
@@ -250,20 +253,28 @@ _Noreturn static inline void fuzz_refuse(const char* message) {
     longjmp(fuzz.refused, 1);
 }
 
+// To be called for a reader that does not end the process but returns with its reason. It must have cleaned up.
+static inline void fuzz_refused(const char* why) {
+    fuzz_check_message(why);
+    snprintf(fuzz.message, sizeof(fuzz.message), "%s", why);
+    fuzz.returned = 1;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // a run
 
+static inline int fuzz_remove_one(const char* path, const struct stat* st, int type, struct FTW* place) {
+    (void)st, (void)type, (void)place;
+    return remove(path);
+}
+
+// Remove a folder with all that is in it; links are removed, not followed.
+static inline void fuzz_remove_tree(const char* path) {
+    nftw(path, fuzz_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+}
+
 static inline void fuzz_remove_folder(void) {
-    DIR* d = fuzz.folder[0] ? opendir(fuzz.folder) : NULL;
-    for (struct dirent* e; d != NULL && (e = readdir(d)) != NULL;) {
-        char path[512];
-        snprintf(path, sizeof(path), "%s/%s", fuzz.folder, e->d_name);
-        unlink(path);
-    }
-    if (d != NULL) {
-        closedir(d);
-        rmdir(fuzz.folder);
-    }
+    fuzz_remove_tree(fuzz.folder);
 }
 
 static inline void fuzz_set_up(void) {
@@ -282,7 +293,7 @@ static inline void fuzz_set_up(void) {
 
 // Path of the file `name` in the folder of the run. 8 are remembered.
 static inline const char* fuzz_path(const char* name) {
-    static char paths[8][320];
+    static char paths[8][FUZZ_PATH];
     static int turn;
     turn = (turn + 1) % 8;
     snprintf(paths[turn], sizeof(paths[turn]), "%s/%s", fuzz.folder, name);
@@ -340,7 +351,7 @@ static inline int fuzz_once(void (*run)(const uint8_t*, size_t), const uint8_t* 
     fuzz.data = data;
     fuzz.size = size;
     fuzz.message[0] = 0;
-    fuzz.must_end = 0;
+    fuzz.must_end = fuzz.returned = 0;
     fuzz.running = 1;
     volatile int ended = 0;
     if (setjmp(fuzz.refused) == 0) {
@@ -351,7 +362,7 @@ static inline int fuzz_once(void (*run)(const uint8_t*, size_t), const uint8_t* 
     }
     fuzz_clean_up(!ended);
     fuzz.running = 0;
-    return ended;
+    return ended && !fuzz.returned;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 #define FUZZ_REPLAY
 #include "../fuzz/matmul_cache.c"
 #include "../fuzz/model_file.c"
+#include "../fuzz/snapshot.c"
 #include "../fuzz/text.c" // data/tokenize.c
 #include "../fuzz/token_shard.c"
 #include "../fuzz/vocabulary.c"
@@ -132,6 +133,9 @@ static void test_matmul_cache(void) {
 static void test_model_file(void) {
     replay(&model_file_target);
 }
+static void test_snapshot(void) {
+    replay(&snapshot_target);
+}
 static void test_text(void) {
     replay(&text_target);
 }
@@ -149,6 +153,7 @@ int main(void) {
 #endif
     unit_run(test_matmul_cache);
     unit_run(test_model_file);
+    unit_run(test_snapshot);
     unit_run(test_text);
     unit_run(test_token_shard);
     unit_run(test_vocabulary);
