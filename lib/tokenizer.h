@@ -63,6 +63,9 @@ typedef struct {
     int32_t* slots; // (TOKENIZER_SLOTS) id by hash of its bytes, -1 = free
 } TokenizerBuilder;
 
+#ifndef TOKENIZER_FIRST_BYTES
+#define TOKENIZER_FIRST_BYTES (1 << 19) // room for the bytes of all tokens; grows
+#endif
 #ifndef TOKENIZER_SLOTS
 #define TOKENIZER_SLOTS 262144 // a power of two, 4 times the 65536 ids that 16 bits can have
 #endif
@@ -72,7 +75,7 @@ static inline void tokenizer_build_begin(TokenizerBuilder* b, Tokenizer* t, cons
     memset(b, 0, sizeof(*b));
     b->t = t;
     b->path = path;
-    b->bytes_capacity = 1 << 19;
+    b->bytes_capacity = TOKENIZER_FIRST_BYTES;
     t->bytes = (uint8_t*)malloc_or_die(b->bytes_capacity);
     t->start = (uint32_t*)calloc_or_die(65536, sizeof(uint32_t));
     t->length = (uint32_t*)calloc_or_die(65536, sizeof(uint32_t));

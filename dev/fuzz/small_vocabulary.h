@@ -15,7 +15,7 @@ static const char* const small_merges[SMALL_MERGES][2] = {
     {"\r", "\n"}, {"\xe4\xb8", "\xad"}, {"abc", "abc"},
 };
 
-// Append bytes in the printable alphabet of GPT-2's files; `json`: with quotes and backslashes escaped.
+// Append bytes in the printable alphabet of GPT-2's files; `json`: some of them escaped.
 static inline size_t small_print(char* out, const char* bytes, size_t size, int json) {
     size_t n = 0;
     for (size_t i = 0; i < size; i++) {
@@ -23,7 +23,11 @@ static inline size_t small_print(char* out, const char* bytes, size_t size, int 
         while (tokenizer_byte_of_code_point((uint32_t)code) != (uint8_t)bytes[i]) {
             code++;
         }
-        if (json && (code == '"' || code == '\\')) { out[n++] = '\\'; }
+        if (json && (code == '"' || code == '\\' || code == '/')) { out[n++] = '\\'; }
+        if (json && code % 7 == 3 && code < 128) { // any character may be written like this
+            n += (size_t)sprintf(out + n, "\\u%04x", code);
+            continue;
+        }
         if (code < 128) {
             out[n++] = (char)code;
         } else {
