@@ -2,6 +2,7 @@
 // and some thousand seeded edits. What counts as a failure stands in fuzz.h; it ends this program with the sanitizer's
 // report or with a line "FINDING ...". The long runs are those of dev/fuzz/run.sh.
 #define FUZZ_REPLAY
+#include "../fuzz/llmc_state.c"
 #include "../fuzz/matmul_cache.c"
 #include "../fuzz/model_file.c"
 #include "../fuzz/snapshot.c"
@@ -127,6 +128,9 @@ static void replay(const FuzzTarget* target) {
     fuzz_free_seeds();
 }
 
+static void test_llmc_state(void) {
+    replay(&llmc_state_target);
+}
 static void test_matmul_cache(void) {
     replay(&matmul_cache_target);
 }
@@ -151,6 +155,7 @@ int main(void) {
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_set_death_callback(fuzz_keep_input);
 #endif
+    unit_run(test_llmc_state);
     unit_run(test_matmul_cache);
     unit_run(test_model_file);
     unit_run(test_snapshot);
