@@ -1,4 +1,4 @@
-// A vocabulary of 256 bytes, end-of-text and 18 merges, as the three kinds of file that lib/tokenizer.h reads.
+// A vocabulary of 256 bytes, end-of-text and 19 merges, as the three kinds of file that lib/tokenizer.h reads.
 #ifndef SMALL_VOCABULARY_H
 #define SMALL_VOCABULARY_H
 
@@ -6,13 +6,13 @@
 
 #include "tokenizer.h"
 
-enum { SMALL_MERGES = 18, SMALL_FILE_BYTES = 8192 };
+enum { SMALL_MERGES = 19, SMALL_FILE_BYTES = 8192 };
 
 static const char* const small_merges[SMALL_MERGES][2] = {
     {"a", "b"},   {"ab", "c"},          {" ", "a"},     {"\xc3", "\xa9"}, {"\xc3\xa9", "\xc3\xa9"},
     {" ", " "},   {"\n", "\n"},         {"a", "a"},     {"aa", "aa"},     {"t", "h"},
     {"th", "e"},  {" ", "the"},         {"'", "s"},     {"1", "2"},       {"\xe4", "\xb8"},
-    {"\r", "\n"}, {"\xe4\xb8", "\xad"}, {"abc", "abc"},
+    {"\r", "\n"}, {"\xe4\xb8", "\xad"}, {"abc", "abc"}, {"b", "c"},
 };
 
 // Append bytes in the printable alphabet of GPT-2's files; `json`: some of them escaped.

@@ -246,6 +246,18 @@ static void snapshot_seeds(void) {
         }
         fuzz_seed(FUZZ_TAKEN, "\17", 1, brief, head + used);
     }
+    // two sections whose lengths come out right only because their sum wraps around 64 bits
+    SnapshotHeader header;
+    memset(&header, 0, sizeof(header));
+    memcpy(header.magic, SNAPSHOT_MAGIC, sizeof(header.magic));
+    header.version = SNAPSHOT_VERSION;
+    header.num_sections = 2;
+    header.section[0].name[0] = header.section[1].name[1] = header.section[1].name[0] = 'x';
+    header.section[0].offset = SNAPSHOT_ALIGN;
+    header.section[0].bytes = (uint64_t)0 - SNAPSHOT_ALIGN;
+    header.section[1].bytes = 2 * SNAPSHOT_ALIGN;
+    memcpy(brief, &header, 24 + 2 * sizeof(SnapshotSection));
+    fuzz_seed(FUZZ_REFUSED, "\17", 1, brief, 24 + 2 * sizeof(SnapshotSection) + SNAPSHOT_ALIGN);
     static const char* runs[] = {
         "step_00000020\n\x1e"
         "cstep_00000010\x1e"

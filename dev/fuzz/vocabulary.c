@@ -21,13 +21,17 @@ static void vocabulary_check(const Tokenizer* t) {
         const char* text = tokenizer_decode(t, t->byte_id[i], &n);
         fuzz_want(n == 1 && (uint8_t)text[0] == i, "byte %d has token %d", i, t->byte_id[i]);
     }
+    uint8_t* made = (uint8_t*)calloc_or_die((size_t)t->vocab_size, 1);
     for (int m = 0; m < t->num_merges; m++) {
         const char* result = tokenizer_decode(t, t->merges[m].result, &n);
         const char* a = tokenizer_decode(t, t->merges[m].left, &left);
         const char* b = tokenizer_decode(t, t->merges[m].right, &right);
         fuzz_want(n == left + right && memcmp(result, a, left) == 0 && memcmp(result + left, b, right) == 0,
                   "merge %d: token %d is not %d and %d", m, t->merges[m].result, t->merges[m].left, t->merges[m].right);
+        fuzz_want(!made[t->merges[m].result], "token %d is made by two merges", t->merges[m].result);
+        made[t->merges[m].result] = 1;
     }
+    free(made);
 }
 
 // Text to tokens and back is the identity.
@@ -102,6 +106,17 @@ static void vocabulary_seeds(void) {
     size_t n = small_vocab_bpe(file); // a 0 byte ended the file, and what came after it was not looked at
     memcpy(file + n, "\0a c", 4);
     fuzz_seed(FUZZ_REFUSED, "\2", 1, file, n + 4);
+    memcpy(file + n, "a \xe0\x84", 4); // ends inside a character
+    fuzz_seed(FUZZ_REFUSED, "\2", 1, file, n + 4);
+    file[n] = 0;
+    char* the = strstr(file, "th e");
+    memcpy(the, "a bc", 4); // "abc" again, and "the" not at all
+    fuzz_seed(FUZZ_REFUSED, "\2", 1, file, n);
+    static const char* encoders[] = {"{\"a\":65536}", "{\"a\":999999}", "{\"a\":99999999999999999999}", "{\"\\u01",
+                                     "{\"\\"};
+    for (size_t i = 0; i < sizeof(encoders) / sizeof(encoders[0]); i++) {
+        fuzz_seed(FUZZ_REFUSED, "\0", 1, encoders[i], strlen(encoders[i]));
+    }
 }
 
 FUZZ_TARGET(vocabulary)

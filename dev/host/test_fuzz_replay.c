@@ -58,10 +58,12 @@ static size_t edit(size_t size) {
     case 2:
         input[at] = (uint8_t) "0123456789\n\r\t\"\\{}:, <|\x1e=-#e"[random_below(26)];
         break;
-    case 3: { // a 32-bit number, or one next to it
-        uint32_t word = words[random_below(10)] + random_below(2);
-        at = at / 4 * 4;
-        memcpy(input + at, &word, size - at < 4 ? size - at : 4);
+    case 3: { // another 32-bit number: one of those above, or one next to what is there
+        uint32_t word = 0;
+        size_t width = size - at < 4 ? size - at : 4;
+        memcpy(&word, input + at, width);
+        word = random_below(2) ? words[random_below(10)] : word + random_below(5) - 2;
+        memcpy(input + at, &word, width);
         break;
     }
     case 4: // take some bytes away
