@@ -206,6 +206,11 @@ static void llmc_state_seeds(void) {
             fuzz_seed(processes == 1 || has_master ? FUZZ_TAKEN : FUZZ_REFUSED, seed, n, "", 0);
         }
     }
+    // a shard number one beyond the last, in the last seed of all (rank 1 of two, with masters)
+    size_t arrays = llmc_arrays_bytes(2, 1), n = fuzz.seeds[fuzz.num_seeds - 1].size;
+    size_t section = n - (llmc_files[1][1].size - 1024 - arrays);
+    seed[section + 8] = 2;
+    fuzz_seed(FUZZ_REFUSED, seed, n, "", 0);
     fuzz_seed(FUZZ_REFUSED, "\4", 1, llmc_files[0][0].bytes, 2000);
     const char* folder = "\10"
                          "DONE_00000007\x1e"
