@@ -5,6 +5,7 @@
 #include "../fuzz/llmc_state.c"
 #include "../fuzz/matmul_cache.c"
 #include "../fuzz/model_file.c"
+#include "../fuzz/run_state.c"
 #include "../fuzz/snapshot.c"
 #include "../fuzz/text.c" // data/tokenize.c
 #include "../fuzz/token_shard.c"
@@ -101,7 +102,7 @@ static void replay(const FuzzTarget* target) {
         expect(came_back || seed->outcome != FUZZ_TAKEN, "%s: seed %d is refused: %s", target->name, i, fuzz.message);
         expect(!came_back || seed->outcome != FUZZ_REFUSED, "%s: seed %d is not refused", target->name, i);
     }
-    for (int i = 0; i < fuzz.num_seeds; i++) {
+    for (int i = 0; i < fuzz.num_seeds; i += 1 + fuzz.num_seeds / 20) {
         const FuzzSeed* seed = &fuzz.seeds[i];
         size_t step = 1 + seed->size / 150; // every truncation of the small ones
         for (size_t n = 0; n < seed->size; n += n < 64 || n + 64 > seed->size ? 1 : step) {
@@ -139,6 +140,9 @@ static void test_matmul_cache(void) {
 static void test_model_file(void) {
     replay(&model_file_target);
 }
+static void test_run_state(void) {
+    replay(&run_state_target);
+}
 static void test_snapshot(void) {
     replay(&snapshot_target);
 }
@@ -160,6 +164,7 @@ int main(void) {
     unit_run(test_llmc_state);
     unit_run(test_matmul_cache);
     unit_run(test_model_file);
+    unit_run(test_run_state);
     unit_run(test_snapshot);
     unit_run(test_text);
     unit_run(test_token_shard);
