@@ -6,6 +6,7 @@
 //     kind 0   a byte n % 16, then n changes of 10 bytes to a good RunState: 2 place, 8 value; then the settings' text
 //          1   a byte n % 16, then n changes of 6 bytes to a good ScaleSlot: 2 place, 4 value
 //          2   4 bytes step, then a log
+//          3   4 bytes place of a bit of the checkpoint's file that is flipped, then as 0
 #include "fuzz.h"
 
 #include "resume.h"
@@ -47,7 +48,8 @@ static void run_state_change(FuzzInput* in, void* bytes, size_t size, size_t wid
     }
 }
 
-static void run_state_head(FuzzInput in) {
+static void run_state_head(FuzzInput in, int is_damaged) {
+    uint32_t bit = is_damaged ? fuzz_word(&in) : 0;
     int32_t header[256] = {TOKEN_FILE_MAGIC, 1, 100};
     uint8_t file[1024 + 200] = {0};
     memcpy(file, header, sizeof(header));
@@ -69,6 +71,17 @@ static void run_state_head(FuzzInput in) {
     snapshot_out_end(&out);
     fuzz_want(snapshot_out_close(&out) == 0, "cannot write common.bin");
 
+    if (is_damaged) {
+        const char* path = fuzz_path("common.bin");
+        uint32_t place = bit / 8 % (uint32_t)file_size_or_die(path);
+        FILE* f = fopen_or_die(path, "r+b");
+        fseek_or_die(f, place, path);
+        int byte = fgetc(f);
+        fseek_or_die(f, place, path);
+        fputc(byte ^ 1 << bit % 8, f);
+        fclose_or_die(f, path);
+    }
+
     Resume resume;
     memset(&resume, 0, sizeof(resume));
     char why[SNAPSHOT_WHY] = "";
@@ -77,6 +90,7 @@ static void run_state_head(FuzzInput in) {
         fuzz_refused(why);
         return;
     }
+    fuzz_want(!is_damaged, "bit %u was flipped and nothing said", bit);
     fuzz_want(gpt_refuse(&resume.gpt, "", why, sizeof(why)) == 0 && resume.step >= 0, "step %d: %s", resume.step, why);
     TrainConfig train;
     GptConfig gpt;
@@ -86,7 +100,12 @@ static void run_state_head(FuzzInput in) {
         char changes[4096];
         memset(changes, 'x', sizeof(changes));
         config_changes(&train, resume.config, changes, size);
-        fuzz_want(strnlen(changes, size) < size, "the list of changes has no end");
+        size_t untouched = size;
+        while (untouched < sizeof(changes) && changes[untouched] == 'x') {
+            untouched++;
+        }
+        fuzz_want(strnlen(changes, size) < size && untouched == sizeof(changes),
+                  "the list of changes is longer than its %zu bytes", size);
     }
     for (int i = 0; i < 2 * OUTLIER_WINDOW; i++) {
         outlier_update(&resume.state.loss_outliers, (double)i);
@@ -160,9 +179,9 @@ static void run_state_log(FuzzInput in) {
 
 static void run_state_run(const uint8_t* data, size_t size) {
     FuzzInput in = {data, size};
-    int kind = fuzz_byte(&in) % 3;
-    if (kind == 0) {
-        run_state_head(in);
+    int kind = fuzz_byte(&in) % 4;
+    if (kind == 0 || kind == 3) {
+        run_state_head(in, kind == 3);
     } else if (kind == 1) {
         run_state_slot(in);
     } else {
@@ -187,6 +206,21 @@ static void run_state_seeds(void) {
             memcpy(change + 4, &values[i], 8);
             fuzz_seed(FUZZ_EITHER, change, sizeof(change), "seed=7\n", 7);
         }
+    }
+    for (int i = 0; i < 2; i++) { // full windows, and a place behind the last
+        size_t place = i == 0 ? offsetof(RunState, loss_outliers.count) : offsetof(RunState, norm_outliers.count);
+        int32_t counts[2] = {OUTLIER_WINDOW, OUTLIER_WINDOW - 1};
+        uint8_t change[12] = {0, 1, (uint8_t)(place / 4), (uint8_t)(place / 4 >> 8)};
+        memcpy(change + 4, counts, 8);
+        fuzz_seed(FUZZ_TAKEN, change, sizeof(change), "", 0);
+        counts[1]++;
+        memcpy(change + 4, counts, 8);
+        fuzz_seed(FUZZ_REFUSED, change, sizeof(change), "", 0);
+    }
+    for (uint32_t place = 0; place < 3 * 4096; place += 97) { // header, run and config, 4,096 bytes each
+        uint32_t bit = place * 8 + place % 8;
+        uint8_t change[6] = {3, (uint8_t)bit, (uint8_t)(bit >> 8), (uint8_t)(bit >> 16), 0, 0};
+        fuzz_seed(FUZZ_REFUSED, change, sizeof(change), "seed=7\n", 7);
     }
     fuzz_seed(FUZZ_TAKEN, "\1\0", 2, "", 0);
     for (int place = 5; place < 9; place++) { // policy, warmup, count, head
