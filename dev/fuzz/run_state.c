@@ -30,7 +30,9 @@ static RunState run_state_good(const DataLoader* loader) {
     state.data_shard = 1;
     state.data_window = 3;
     state.data_fingerprint = run_data_fingerprint(loader);
-    state.num_slots = 16;
+    GptConfig shape = run_state_shape(&state);
+    state.num_parameters = (int64_t)gpt_num_parameters(&shape);
+    state.num_slots = 12;
     state.slot_bytes = (int64_t)sizeof(ScaleSlot);
     state.amax_history = 16;
     state.headroom = 1.0;
