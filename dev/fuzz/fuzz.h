@@ -77,9 +77,24 @@ typedef struct {
 
 static Fuzz fuzz;
 
-// Keep the input that made the trouble: under libFuzzer it does so itself.
+static inline int fuzz_remove_one(const char* path, const struct stat* st, int type, struct FTW* place) {
+    (void)st, (void)type, (void)place;
+    return remove(path);
+}
+
+// Remove a folder with all that is in it; links are removed, not followed.
+static inline void fuzz_remove_tree(const char* path) {
+    nftw(path, fuzz_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+}
+
+static inline void fuzz_remove_folder(void) {
+    fuzz_remove_tree(fuzz.folder);
+}
+
+// The end after a finding: keep the input, and nothing else. libFuzzer and run.sh do that themselves.
 static inline void fuzz_keep_input(void) {
 #ifdef FUZZ_REPLAY
+    fuzz_remove_folder();
     const char* path = "build/fuzz_finding";
     FILE* f = fuzz.running ? fopen(path, "wb") : NULL;
     if (f != NULL) {
@@ -262,20 +277,6 @@ static inline void fuzz_refused(const char* why) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // a run
-
-static inline int fuzz_remove_one(const char* path, const struct stat* st, int type, struct FTW* place) {
-    (void)st, (void)type, (void)place;
-    return remove(path);
-}
-
-// Remove a folder with all that is in it; links are removed, not followed.
-static inline void fuzz_remove_tree(const char* path) {
-    nftw(path, fuzz_remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-static inline void fuzz_remove_folder(void) {
-    fuzz_remove_tree(fuzz.folder);
-}
 
 static inline void fuzz_set_up(void) {
     const char* memory = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";

@@ -112,8 +112,8 @@ static void test_damage(void) {
     unlink(path);
 }
 
-// Whole lines with right checksums, which save would not have written: a time of 309 digits (with a long key more than the
-// line has room for), one key twice, other ends.
+// Whole lines with right checksums, which save would not have written: a time of 309 digits (with a long key more than
+// the line has room for), one key twice, other ends.
 static void test_forged(void) {
     static char text[2048], line[512];
     char warning[1024], key[160];
