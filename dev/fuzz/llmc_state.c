@@ -211,6 +211,20 @@ static void llmc_state_seeds(void) {
     size_t section = n - (llmc_files[1][1].size - 1024 - arrays);
     seed[section + 8] = 2;
     fuzz_seed(FUZZ_REFUSED, seed, n, "", 0);
+    // a value that cannot be: of m, of v, of a master, and of a master that another weight belongs to
+    static const struct {
+        int place;
+        uint32_t bits;
+    } values[] = {{5, 0x7fc00000}, {5376 + 5, 0xb5800000}, {2 * 5376 + 5, 0xff800000}, {2 * 5376 + 5, 0x3f800000}};
+    for (int i = 0; i < 4; i++) {
+        FuzzInput file = llmc_files[0][0];
+        size_t rest = file.size - 1024 - llmc_arrays_bytes(1, 1);
+        uint8_t front[8] = {0, 1, (uint8_t)values[i].place, (uint8_t)(values[i].place >> 8)};
+        memcpy(front + 4, &values[i].bits, 4);
+        memcpy(seed, file.bytes, 4 * LLMC_FUZZ_WORDS);
+        memcpy(seed + 4 * LLMC_FUZZ_WORDS, file.bytes + file.size - rest, rest);
+        fuzz_seed(FUZZ_REFUSED, front, sizeof(front), seed, 4 * LLMC_FUZZ_WORDS + rest);
+    }
     fuzz_seed(FUZZ_REFUSED, "\4", 1, llmc_files[0][0].bytes, 2000);
     const char* folder = "\10"
                          "DONE_00000007\x1e"
