@@ -193,8 +193,26 @@ build/host/%: dev/host/%.c dev/host/unit.h $(HEADERS) $(wildcard data/*.c)
 	@mkdir -p build/host
 	$(CC) $(C_FLAGS) -O1 -g $(SANITIZE) -Ilib $(HOST_CUDA) $(HOST_FLAGS) -o $@ $< $(HOST_LIBS)
 
+# The replay of the fuzz targets includes them.
+build/host/test_fuzz_replay: $(wildcard dev/fuzz/*)
+
 wall: ## every lib/*.h compiles alone, as C11 and as C++17, without CUDA; no op includes another
 	@scripts/check_wall.sh
+
+# Fuzz targets, one per reader of files (dev/fuzz/fuzz.h): libFuzzer comes with clang. `make test` replays them with gcc.
+CLANG ?= clang
+FUZZERS := $(patsubst dev/fuzz/%.c,build/fuzz/%,$(wildcard dev/fuzz/*.c))
+
+fuzz: $(FUZZERS) ## fuzz targets for every reader of files, with clang; dev/fuzz/run.sh runs them
+
+build/fuzz/%: dev/fuzz/%.c $(wildcard dev/fuzz/*.h) $(HEADERS) $(wildcard data/*.c) | need-clang
+	@mkdir -p build/fuzz
+	$(CLANG) $(C_FLAGS) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Ilib -o $@ $< \
+	    -lpcre2-8 -lpthread -lm
+
+need-clang:
+	@command -v $(firstword $(CLANG)) >/dev/null || { echo "error: no $(CLANG): libFuzzer comes with it \
+	(Debian and Ubuntu: clang; CLANG=clang-18 takes another)" >&2; exit 1; }
 
 # ----------------------------------------------------------------------------------------------------------------------
 # for the user
@@ -213,4 +231,4 @@ help: ## this list
 
 FORCE:
 .PHONY: FORCE cpu tools test host wall gpu-compile quickstart clean help need-nvcc need-mpi \
-    cudnn-status gpu-targets host-build
+    cudnn-status gpu-targets host-build fuzz need-clang

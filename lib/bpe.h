@@ -25,7 +25,9 @@
     "])|[" BPE_SPACE "]+"
 
 #define BPE_NO_MERGE UINT32_MAX
+#ifndef BPE_CACHE_ENTRIES
 #define BPE_CACHE_ENTRIES 131072 // of 32 bytes: 4 MB per thread; 65536 cost 10% on 200 MB of English, 262144 won 5%
+#endif
 #define BPE_CACHE_PIECE_BYTES 16 // longer pieces are rare
 #define BPE_CACHE_TOKENS 7
 

@@ -87,7 +87,7 @@ static inline int matmul_cache_parse_entry(MatmulCacheEntry* entry, const char* 
     memcpy(entry->key, line, key_length);
     char* end;
     entry->microseconds = strtod(line + key_length + 1, &end);
-    if (*end != '\t') { return 0; }
+    if (*end != '\t' || !(entry->microseconds >= 0 && entry->microseconds < 1e12)) { return 0; } // 1e308 has 309 digits
     const char* digits = end + 1;
     if (strspn(digits, "0123456789abcdef") != 16 * MATMUL_ALGO_WORDS) { return 0; }
     for (int i = 0; i < MATMUL_ALGO_WORDS; i++) {
@@ -123,9 +123,12 @@ static inline void matmul_cache_load(MatmulCache* cache, const char* path) {
         } else if (line_number == 1) {
             fault = strcmp(line, MATMUL_CACHE_HEADER) == 0 ? NULL : "another header";
         } else if (strncmp(line, "end ", 4) == 0) {
+            char want[32];
+            snprintf(want, sizeof(want), "end %d", cache->num_entries);
             ended = 1;
-            fault = atoi(line + 4) == cache->num_entries ? NULL : "another number of entries";
+            fault = strcmp(line, want) == 0 ? NULL : "another number of entries";
         } else if (matmul_cache_parse_entry(&entry, line)) {
+            fault = matmul_cache_find(cache, entry.key) == NULL ? NULL : "a second entry for one product";
             matmul_cache_put(cache, &entry);
         } else {
             fault = "a damaged entry";

@@ -50,18 +50,22 @@ static inline GptConfig run_state_shape(const RunState* state) {
 
 // 0 when `state` is one that a run can have written, else 1 with one line in why (CHECKPOINT_WHY) that names `path`.
 static inline int run_state_check(const RunState* state, const char* path, char* why) {
-    const int64_t counts[] = {state->step, state->num_updates, state->num_ranks - 1, state->window_tokens - 1,
-                              state->data_epoch, state->data_shard, state->data_window, state->num_slots,
-                              state->amax_history - 1, state->skips_in_a_row, state->step - state->num_updates};
+    const int64_t counts[][3] = { // value, least, most
+        {state->step, 0, INT_MAX},         {state->num_updates, 0, state->step},
+        {state->num_ranks, 1, INT_MAX},    {state->window_tokens, 1, INT_MAX},
+        {state->data_epoch, 0, INT_MAX},   {state->data_shard, 0, INT_MAX},
+        {state->data_window, 0, INT_MAX},  {state->num_slots, 0, INT_MAX},
+        {state->amax_history, 1, INT_MAX}, {state->skips_in_a_row, 0, INT_MAX},
+    };
     const OutlierDetector* detectors[] = {&state->loss_outliers, &state->norm_outliers};
     if (state->version != RUN_STATE_VERSION) {
         return checkpoint_refuse(why, "'%s' is a checkpoint of version %lld, want %d", path, (long long)state->version,
                  RUN_STATE_VERSION);
     }
     for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
-        if (counts[i] < 0 || counts[i] > INT_MAX) {
-            return checkpoint_refuse(why, "'%s' is damaged: a counter of the run (number %zu) is %lld, want 0 to %d", path, i,
-                     (long long)counts[i], INT_MAX);
+        if (counts[i][0] < counts[i][1] || counts[i][0] > counts[i][2]) {
+            return checkpoint_refuse(why, "'%s' is damaged: a counter of the run (number %zu) is %lld, want %lld to %lld",
+                                     path, i, (long long)counts[i][0], (long long)counts[i][1], (long long)counts[i][2]);
         }
     }
     for (int i = 0; i < 2; i++) {

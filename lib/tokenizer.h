@@ -17,7 +17,9 @@
 
 #define TOKENIZER_END_OF_TEXT "<|endoftext|>"
 #define TOKENIZER_MAX_FILE_BYTES (64 << 20) // GPT-2's are 1 MB; more is not a vocabulary
+#ifndef TOKENIZER_GPT2_TIKTOKEN_IDS         // the fuzz targets read smaller ones
 #define TOKENIZER_GPT2_TIKTOKEN_IDS 50256   // lines of gpt2.tiktoken; end-of-text comes after them
+#endif
 
 typedef struct {
     uint16_t left, right, result; // ids: left followed by right becomes result
@@ -61,14 +63,19 @@ typedef struct {
     int32_t* slots; // (TOKENIZER_SLOTS) id by hash of its bytes, -1 = free
 } TokenizerBuilder;
 
+#ifndef TOKENIZER_FIRST_BYTES
+#define TOKENIZER_FIRST_BYTES (1 << 19) // room for the bytes of all tokens; grows
+#endif
+#ifndef TOKENIZER_SLOTS
 #define TOKENIZER_SLOTS 262144 // a power of two, 4 times the 65536 ids that 16 bits can have
+#endif
 
 static inline void tokenizer_build_begin(TokenizerBuilder* b, Tokenizer* t, const char* path) {
     memset(t, 0, sizeof(*t));
     memset(b, 0, sizeof(*b));
     b->t = t;
     b->path = path;
-    b->bytes_capacity = 1 << 19;
+    b->bytes_capacity = TOKENIZER_FIRST_BYTES;
     t->bytes = (uint8_t*)malloc_or_die(b->bytes_capacity);
     t->start = (uint32_t*)calloc_or_die(65536, sizeof(uint32_t));
     t->length = (uint32_t*)calloc_or_die(65536, sizeof(uint32_t));
@@ -160,7 +167,8 @@ static inline char* tokenizer_read_file(const char* path, size_t* length) {
     char* text = (char*)malloc_or_die((size_t)bytes + 1);
     fread_or_die(text, (size_t)bytes, f, path);
     fclose_or_die(f, path);
-    text[bytes] = 0;
+    text[bytes] = 0; // where the readers of text stop: so there must be none before
+    check(strlen(text) == (size_t)bytes, "'%s' is no text: byte %zu is 0", path, strlen(text));
     *length = (size_t)bytes;
     return text;
 }

@@ -112,6 +112,33 @@ static void test_damage(void) {
     unlink(path);
 }
 
+// Whole lines with right checksums, which save would not have written: a time of 309 digits (with a long key more than
+// the line has room for), one key twice, other ends.
+static void test_forged(void) {
+    static char text[2048], line[512];
+    char warning[1024], key[160];
+    MatmulCacheEntry entry = make_entry(1);
+    for (int kind = 0; kind < 4; kind++) {
+        memset(key, 'k', sizeof(key));
+        key[kind == 0 ? 159 : 10] = 0;
+        size_t length = (size_t)snprintf(text, sizeof(text), "%s\n", MATMUL_CACHE_HEADER);
+        for (int i = 0; i < (kind == 1 ? 2 : 1); i++) {
+            int n = snprintf(line, sizeof(line), "%s\t%s\t", key, kind == 0 ? "1e308" : "12.50");
+            for (int k = 0; k < MATMUL_ALGO_WORDS; k++) {
+                n += snprintf(line + n, sizeof(line) - (size_t)n, "%016" PRIx64, entry.algo[k]);
+            }
+            uint64_t checksum = matmul_cache_checksum(line, (size_t)n);
+            length += (size_t)snprintf(text + length, sizeof(text) - length, "%s\t%016" PRIx64 "\n", line, checksum);
+        }
+        length += (size_t)snprintf(text + length, sizeof(text) - length, "end %s\n", kind == 2 ? "01" : "1");
+        write_text(text, length);
+        int count = load_count(warning, sizeof(warning)), want = kind == 3;
+        expect(count == want, "kind %d: %d entries believed, want %d", kind, count, want);
+        expect((warning[0] == 0) == want, "kind %d: warning '%s'", kind, warning);
+    }
+    unlink(path);
+}
+
 // A cache is no reason to end a run: the caller is told, and errno says why.
 static void test_unwritable_place(void) {
     MatmulCache cache = {NULL, 0};
@@ -154,6 +181,7 @@ int main(void) {
     unit_run(test_round_trip);
     unit_run(test_missing_file_is_empty);
     unit_run(test_damage);
+    unit_run(test_forged);
     unit_run(test_unwritable_place);
     unit_run(test_lock_excludes);
     return unit_report();
