@@ -1122,7 +1122,8 @@ static void adamw_case(int fp32, float grad_clip, float grad_norm) {
         master[i] = (float)(random_uniform() * (1 + i / N));
     }
     ParamState p = {master, m, v, grad, param, slots, STRIDE, LAYERS, N, 0};
-    params_from_master(dev, p);
+    AdamW nearest = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0, 0, 0};
+    params_from_master(dev, p, nearest);
     for (int i = 0; i < ALL; i++) {
         expect(param[i] == (fp32 ? master[i] : bf16_round(master[i])), "param[%d] = %g", i, (double)param[i]);
     }
