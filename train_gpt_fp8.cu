@@ -1002,12 +1002,13 @@ static void start_weights(Model* model, float* values) {
     free(values);
 }
 
-// Write the master weights as an llm.c BF16 model file.
+// Write the master weights as an llm.c model file (--save-model, --save-dtype).
 static void save_model(Model* model, const char* path) {
     size_t n_bytes = model->table.num_parameters * sizeof(float);
     float* values = (float*)malloc_or_die(n_bytes);
     device_copy_out(model->dev, values, model->master, n_bytes);
-    checkpoint_write_model(path, &model->config, values, MODEL_FILE_BF16);
+    checkpoint_write_model(path, &model->config, values,
+                           model->train->save_dtype == SAVE_FP32 ? MODEL_FILE_FP32 : MODEL_FILE_BF16);
     free(values);
     printf("wrote %s\n", path);
 }

@@ -38,6 +38,7 @@ typedef struct {
 // The enums count in the order of the `choices` column of their row in the flag table.
 typedef enum { PRECISION_FP8, PRECISION_BF16, PRECISION_FP32 } Precision;
 typedef enum { RECIPE_DELAYED, RECIPE_CURRENT } Recipe;
+typedef enum { SAVE_BF16, SAVE_FP32 } SaveDtype;
 typedef enum { PARAM_ROUNDING_STOCHASTIC, PARAM_ROUNDING_NEAREST } ParamRounding;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
 
@@ -57,7 +58,8 @@ typedef struct {
     const char* val_data;   // glob pattern of the validation shards; "": no validation
     const char* model;      // descriptor (d12, gpt2:d12, gpt3:c768) or an llm.c model file
     const char* output_dir; // main.log and metrics.jsonl go here; "": no log files
-    const char* save_model; // llm.c model file (BF16, version 5) written after the last step; "": none
+    const char* save_model; // llm.c model file written after the last step; "": none
+    int save_dtype;         // SaveDtype
     // model shape, over the descriptor's; 0 = as the descriptor says
     int num_layers, channels, num_heads, max_seq_len, vocab_size;
     // batch
@@ -171,7 +173,9 @@ static inline const Flag* config_flags(int* count) {
         {"output-dir", "o", FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(output_dir), "", 0, 0, NULL, "DIR",
          "where main.log and metrics.jsonl go; none: no log files"},
         {"save-model", NULL, FLAG_STRING, FLAG_OF_VIEW, FLAG_AT(save_model), "", 0, 0, NULL, "FILE",
-         "write the trained model as an llm.c model file (BF16) at the end"},
+         "write the trained model as an llm.c model file at the end"},
+        {"save-dtype", NULL, FLAG_CHOICE, FLAG_OF_VIEW, FLAG_AT(save_dtype), "bf16", 0, 0, "bf16|fp32", "KIND",
+         "of that file: llm.c's version 5, or version 3 with all bits of the master weights"},
 
         {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Model"},
         {"model", "e", FLAG_STRING, FLAG_OF_RUN, FLAG_AT(model), "d12", 0, 0, NULL, "MODEL",

@@ -86,6 +86,21 @@ else
     check "FP8 head close to BF16 head: |$head - $fp8| = $gap" "want below 0.03" below "$gap" 0.03
 fi
 
+# A saved model is the model that was validated last: to the bit in FP32, nearly in BF16.
+for dtype in fp32 bf16; do
+    train saved --precision fp32 -x 20 --save-model "$work/saved.bin" --save-dtype $dtype
+    "$program" -e "$work/saved.bin" -j "$work/val.bin" -o "$work/read" -t 64 -b 8 -x 0 -v 1 -m 4 -s 0 --precision fp32 \
+        --threads 2 >"$work/read.out" 2>&1 || true
+    apart=$(awk -v a="$(last_val saved)" -v b="$(last_val read)" 'BEGIN { d = a - b; print d < 0 ? -d : d }')
+    if [[ $dtype == fp32 ]]; then
+        check "a model saved in FP32 and read again: the same loss" "$(last_val saved) became $(last_val read)" \
+            [ "$(last_val saved)" = "$(last_val read)" ]
+    else
+        check "a model saved in BF16 and read again: $apart away" "want below 0.01, and not 0" \
+            awk -v d="$apart" 'BEGIN { exit !(d > 0 && d < 0.01) }'
+    fi
+done
+
 train again --precision fp8 --save-model "$work/again.bin"
 check "two runs: the same losses and norms, bit for bit" "metrics.jsonl differs" cmp -s <(losses fp8 step) <(losses again step)
 check "two runs: the same model file" "files differ" cmp -s "$work/fp8.bin" "$work/again.bin"
