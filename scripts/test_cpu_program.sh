@@ -96,8 +96,8 @@ for dtype in fp32 bf16; do
         check "a model saved in FP32 and read again: the same loss" "$(last_val saved) became $(last_val read)" \
             [ "$(last_val saved)" = "$(last_val read)" ]
     else
-        check "a model saved in BF16 and read again: $apart away" "want below 0.01, and not 0" \
-            awk -v d="$apart" 'BEGIN { exit !(d > 0 && d < 0.01) }'
+        check "a model saved in BF16 and read again: $apart away" "want below 0.05, and not 0" \
+            awk -v d="$apart" 'BEGIN { exit !(d > 0 && d < 0.05) }'
     fi
 done
 
