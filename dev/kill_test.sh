@@ -2,9 +2,9 @@
 # kill_test.sh [N]: does a run survive `kill -9` at N (default 200) random moments? It checkpoints after every step
 # (-n 1 --keep 3), on the CPU program. Needs `make cpu tools`.
 #
-# A leg is one start of the program with -y 1. It is killed at a moment drawn uniformly from the time that start-up and
-# some 15 steps with their checkpoints take, so also while it starts, sweeps up, reads, writes, renames or prunes; the
-# next leg goes on in the folder that it left. After every kill a copy of that folder is continued for a moment:
+# A leg is one start of the program with -y 1. It is killed at a moment drawn uniformly from 0.7 of the time that the
+# whole run takes, so also while it starts, sweeps up, reads, writes, renames or prunes; the next leg goes on in the
+# folder that it left. After every kill a copy of that folder is continued for a moment:
 #   - it must find a whole checkpoint, and none older than the last one that any killed leg has announced on its screen;
 #   - no announced checkpoint may be called damaged;
 #   - its next step must have the loss and gradient norm, to the last bit, of a run that nothing happened to.
@@ -19,7 +19,7 @@ cd "$(dirname "$0")/.."
 kills=${1:-200}
 ranks=${RANKS:-1}
 RANDOM=${SEED:-$$}
-steps=40
+steps=160
 source scripts/testing.sh
 make_data
 
@@ -86,8 +86,7 @@ PYTHON
 (run whole) >"$work/whole.out" 2>&1 || { echo "FAILED   the undisturbed run: $(tail -n 3 "$work/whole.out")"; exit 1; }
 start=$(seconds_now)
 (run timed) >"$work/timed.out" 2>&1
-# start-up and about 15 of the steps
-window=$(awk -v a="$start" -v b="$(seconds_now)" 'BEGIN { print (b - a) / 2 }')
+window=$(awk -v a="$start" -v b="$(seconds_now)" 'BEGIN { print 0.7 * (b - a) }')
 
 done_kills=0 good=0 rounds=0 newest=0 in_start=0
 begun=$SECONDS

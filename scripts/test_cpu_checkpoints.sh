@@ -514,6 +514,17 @@ no_space() {
 }
 verdict "a checkpoint that cannot be written: training goes on, later ones are written" no_space
 
+tried_again() { # a tenth of -n later, not at the next multiple of it
+    rm -rf "$work/space"
+    start space "${long[@]}" -n 100
+    await '^step +50/' || return 1
+    prlimit --pid "$pid" --fsize=300000: || { why="prlimit"; return 1; }
+    await '^warning: THE CHECKPOINT OF STEP 100 WAS NOT WRITTEN' || return 1
+    prlimit --pid "$pid" --fsize=unlimited: || { why="prlimit"; return 1; }
+    finish 0 && says space '^checkpoint step_000001[1-9]0' && same space long
+}
+verdict "it is tried again soon" tried_again
+
 never_space() { # all but the first fail: it stays, and the run can be continued from it
     rm -rf "$work/space"
     start space "${long[@]}" -n 20 --keep 1
