@@ -1438,6 +1438,7 @@ static int load_checkpoint(Model* model, const RunState* state, const char* fold
 // llm.c's weights and moments, after `steps` updates; slots warm up.
 static void load_llmc(Model* model, const Resume* resume) {
     size_t n_bytes = model->table.num_parameters * sizeof(float);
+    init_slots(model); // a newer checkpoint that was damaged for another rank may have left its own
     device_copy_in(model->dev, model->master, resume->master, n_bytes);
     device_copy_in(model->dev, model->m, resume->m, n_bytes);
     device_copy_in(model->dev, model->v, resume->v, n_bytes);
@@ -1626,6 +1627,8 @@ static int train_loop(Run* run, Model* model) {
             logger_log_profile(&run->logger, step, &run->profile);
             if (is_first_rank) { profile_print(stdout, &run->profile); }
         }
+        run->steps_done = step + 1;
+        run->llmc_rng = 0;
         run->skips_in_a_row = verdict == STEP_NOT_FINITE ? run->skips_in_a_row + 1 : 0;
         if (run->skips_in_a_row >= train->max_skips) {
             if (is_first_rank) {
@@ -1640,8 +1643,6 @@ static int train_loop(Run* run, Model* model) {
             }
             return EXIT_FAILURE;
         }
-        run->steps_done = step + 1;
-        run->llmc_rng = 0;
         save_poll(run, model, 0);
         if (save_is_due(run, train, step + 1)) { save_begin(run, model, step + 1); }
         int reason = reason_to_stop(run, model, elapsed);
@@ -1767,6 +1768,7 @@ int main(int argc, char** argv) {
     } else {
         if (resumes) {
             resume_run(&run, &model, &resume);
+            resume_free(&resume); // 12 bytes per parameter and rank, if it was llm.c's
         } else {
             if (strcmp(train.resume, "1") == 0 && rank == 0) {
                 printf("no checkpoint in '%s' yet: a fresh run\n", train.output_dir);
@@ -1777,8 +1779,8 @@ int main(int argc, char** argv) {
         if (train.output_dir[0] != 0) { stop_listen(train.checkpoint_every > 0); }
         status = train_loop(&run, &model);
         if (rank == 0 && train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
+        save_free(&run.save, dev); // the export wants host memory, too
         if (train.export_llmc[0] != 0) { export_llmc(&run, &model, run.steps_done); }
-        save_free(&run.save, dev);
         logger_close(&run.logger);
         if (run.has_train) { dataloader_close(&run.train_loader); }
         if (run.has_val) { dataloader_close(&run.val_loader); }
