@@ -1237,6 +1237,7 @@ static int save_commit(void* save) {
         snapshot_out_end(&out);
         error = snapshot_out_close(&out);
     }
+    snapshot_set_aside(run, c->newest, step); // what does not move stays: the new checkpoint is worth more
     error = error != 0 ? error : snapshot_commit(run, step);
     if (error == 0) { snapshot_prune(run, c->train->keep, c->train->keep_every); }
     return error;
@@ -1494,12 +1495,12 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
         run->loss_outliers = resume->state.loss_outliers;
         run->norm_outliers = resume->state.norm_outliers;
         run->skips_in_a_row = (int)resume->state.skips_in_a_row;
-        run->save.newest = resume->is_here ? resume->step : -1;
     } else {
         load_llmc(model, resume);
         run->llmc_rng = resume->llmc.rng_state_last_update;
         run->first_tokens = (int64_t)resume->step * train->total_batch_tokens;
     }
+    run->save.newest = resume->is_here ? resume->step : -1;
     run->first_step = run->steps_done = resume->step;
     const char* data = resume_data(run, resume, train);
     if (comm_rank(model->comm) == 0) {
@@ -1703,6 +1704,14 @@ static void set_matmul(Device* dev, const TrainConfig* train) {
     matmul_set_autotune(dev, autotune ? config_autotune_cache(train, path, sizeof(path)) : NULL);
 }
 
+// --output-dir is this process's alone as long as the descriptor returned is open. -1: no folder yet, or no locks there.
+static int lock_output(const TrainConfig* train) {
+    int lock = snapshot_lock(train->output_dir, 20);
+    check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another folder "
+          "(-o); to look at its checkpoints meanwhile: --resume '%s' -o ''", train->output_dir, train->output_dir);
+    return lock;
+}
+
 #ifndef TESTING
 int main(int argc, char** argv) {
     Run run;
@@ -1720,7 +1729,9 @@ int main(int argc, char** argv) {
     comm_connect(comm, dev);
     if (!train.dry_run) { set_matmul(dev, &train); }
 
-    if (rank == 0 && train.output_dir[0] != 0 && !train.dry_run) { snapshot_sweep(train.output_dir); }
+    int writes = rank == 0 && train.output_dir[0] != 0 && !train.dry_run;
+    int lock = writes ? lock_output(&train) : -1;
+    if (writes) { snapshot_sweep(train.output_dir); }
     comm_barrier(comm);
     Resume resume;
     resume_find(&resume, &train, rank == 0);
@@ -1776,12 +1787,14 @@ int main(int argc, char** argv) {
             start_weights(&model, weights);
         }
         if (train.checkpoint_every > 0) { save_prepare(&run.save, &model); }
+        if (writes && lock < 0) { lock = lock_output(&train); } // the folder is new
         if (train.output_dir[0] != 0) { stop_listen(train.checkpoint_every > 0); }
         status = train_loop(&run, &model);
         if (rank == 0 && train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
         save_free(&run.save, dev); // the export wants host memory, too
         if (train.export_llmc[0] != 0) { export_llmc(&run, &model, run.steps_done); }
         logger_close(&run.logger);
+        if (lock >= 0) { close(lock); }
         if (run.has_train) { dataloader_close(&run.train_loader); }
         if (run.has_val) { dataloader_close(&run.val_loader); }
     }

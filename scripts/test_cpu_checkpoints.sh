@@ -433,6 +433,30 @@ went_back() { # on purpose, in the same folder: from then on the run is the one 
 }
 verdict "-y FOLDER/step_00000020 in the run's own folder, then -y 1" went_back
 
+given_up() { # once the new run is beyond them, the given-up checkpoints are neither a way back nor among the kept
+    rm -rf "$work/back"
+    cp -r "$work/whole" "$work/back"
+    leg 0 back -x 45 -n 25 --keep 3 -y "$work/back/step_00000020" && why="found $(checkpoints back), want 20 25 45" &&
+        [[ $(checkpoints back) == "20 25 45" && -d $work/back/step_00000040.old ]] || return 1
+    flip "$work/back/step_00000045/shard_00000.bin" 9000 3
+    leg 0 back -x 46 -n 25 -y 1 && says back 'resumed at step 25'
+}
+verdict "the same with another -n: no way back to the given-up checkpoints between" given_up
+
+one_at_a_time() { # a second process neither sweeps the first one's checkpoint away nor moves its log
+    rm -rf "$work/busy"
+    start busy "${long[@]}"
+    await '^checkpoint step_00000030' || return 1
+    kill -STOP "$pid"
+    local first=$pid status=0
+    start busy_too "${long[@]}" -y 1 -o "$work/busy"
+    finish 1 && refused busy_too 'another process is writing' || status=1
+    kill -CONT "$first"
+    current=busy pid=$first
+    [[ $status -eq 0 ]] && finish 0 && same busy long
+}
+verdict "a second run in the folder of one that is not over is refused" one_at_a_time
+
 verdict "all checkpoints damaged: an error, and nothing is touched" all_damaged
 
 damaged_path() { # FILE
