@@ -1209,7 +1209,8 @@ static void save_give_up(Save* c, Model* model, int error) {
     c->phase = SAVE_NONE;
     c->retry_at = every > 0 ? step + (every + 9) / 10 : -1;
     if (c->result.error != 0) {
-        warning("rank %d: cannot write '%s': %s", train->rank, c->result.path, strerror(c->result.error));
+        const char* path = c->result.path[0] != 0 ? c->result.path : train->output_dir; // save_commit names no file
+        warning("rank %d: cannot write '%s': %s", train->rank, path, strerror(c->result.error));
     }
     if (comm_rank(model->comm) != 0) { return; }
     snapshot_abandon(train->output_dir, step);
@@ -1462,8 +1463,8 @@ static const char* resume_data(Run* run, const Resume* resume, const TrainConfig
     }
     switch (run_state_seek(&resume->state, loader)) {
     case DATA_SAME: return "the next batch follows the last one";
-    case DATA_REORDERED: return "another micro-batch or number of ranks: the epoch goes on in another order, some of it "
-                                "comes twice and some not";
+    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, some of "
+                                "it comes twice and some not";
     default: return "other files than before: from their beginning";
     }
 }
@@ -1704,11 +1705,11 @@ static void set_matmul(Device* dev, const TrainConfig* train) {
     matmul_set_autotune(dev, autotune ? config_autotune_cache(train, path, sizeof(path)) : NULL);
 }
 
-// --output-dir is this process's alone as long as the descriptor returned is open. -1: no folder yet, or no locks there.
+// --output-dir is this process's alone while the descriptor returned is open. -1: no folder yet, or no locks there.
 static int lock_output(const TrainConfig* train) {
     int lock = snapshot_lock(train->output_dir, 20);
-    check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another folder "
-          "(-o); to look at its checkpoints meanwhile: --resume '%s' -o ''", train->output_dir, train->output_dir);
+    check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another "
+          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''", train->output_dir, train->output_dir);
     return lock;
 }
 

@@ -6,7 +6,7 @@
 //         model.bin           the weights as an llm.c model file (checkpoint.h)
 //     RUN/step_00000040.tmp/  a checkpoint that is being written or removed, or what a killed run left of one
 //     RUN/latest              text, "step_00000020\n": the checkpoint that was committed last
-//     RUN/step_00000030.old/  one that a run which went back behind it has passed: nobody's any more, never removed here
+//     RUN/step_00000030.old/  passed by a run that went back behind it: nobody's any more, never removed here
 //     RUN/lock                empty; the run that writes into RUN holds an flock(2) on it
 //
 // A container, little-endian:
@@ -708,10 +708,10 @@ static inline int snapshot_latest(const char* run) {
     return snapshot_step_of_name(text, "");
 }
 
-// Claim the folder RUN for this process until it ends, however it ends: two that write into one folder remove each other's
-// unfinished checkpoints and move each other's logs away. One that was killed may take a while to vanish, so another
-// owner is waited for, `seconds` at most. Returns a descriptor to be kept open; -1 with errno: EWOULDBLOCK, another
-// process has RUN; else the folder is not there, or it or its file system has no locks.
+// Claim the folder RUN for this process until it ends, however it ends: two that write into one folder remove each
+// other's unfinished checkpoints and move each other's logs away. One that was killed may take a while to vanish, so
+// another owner is waited for, `seconds` at most. Returns a descriptor to be kept open; -1 with errno: EWOULDBLOCK,
+// another process has RUN; else the folder is not there, or it or its file system has no locks.
 static inline int snapshot_lock(const char* run, int seconds) {
     char path[SNAPSHOT_PATH];
     int length = snprintf(path, sizeof(path), "%s/lock", run);
@@ -833,9 +833,9 @@ static inline int snapshot_commit(const char* run, int step) {
 }
 
 // Before the checkpoint of step `to` of a run that has none newer than `from` (-1: none at all) is committed: those
-// between are of a run that was given up for the one of `from`, or are damaged. Nobody may go back to them once `latest`
-// is beyond them, and --keep must not count them, so they get another name: RUN/step_%08d.old, which is left to the
-// user (one that has that name already is removed). Returns 0 or errno.
+// between are of a run that was given up for the one of `from`, or are damaged. Nobody may go back to them once
+// `latest` is beyond them, and --keep must not count them, so they get another name: RUN/step_%08d.old, which is left
+// to the user (one that has that name already is removed). Returns 0 or errno.
 static inline int snapshot_set_aside(const char* run, int from, int to) {
     int* steps;
     int count = snapshot_steps(run, &steps), error = 0;
