@@ -1225,7 +1225,18 @@ static int save_commit(void* save) {
     const Save* c = (const Save*)save;
     const char* run = c->train->output_dir;
     int step = (int)c->state.step;
-    char path[SNAPSHOT_PATH];
+    char path[SNAPSHOT_PATH], file[32];
+    for (int rank = 0; rank < (int)c->state.num_ranks; rank++) {
+        struct stat st;
+        snprintf(file, sizeof(file), "shard_%05d.bin", rank);
+        snapshot_tmp_path(path, sizeof(path), run, step, file);
+        if (stat(path, &st) != 0) {
+            int error = errno;
+            warning("rank %d has written its share, but there is no '%s': want one folder that all ranks share", rank,
+                    path);
+            return error;
+        }
+    }
     SnapshotOut out;
     snapshot_tmp_path(path, sizeof(path), run, step, "common.bin");
     int error = snapshot_out_open(&out, path, 0);
@@ -1463,10 +1474,18 @@ static const char* resume_data(Run* run, const Resume* resume, const TrainConfig
     }
     switch (run_state_seek(&resume->state, loader)) {
     case DATA_SAME: return "the next batch follows the last one";
-    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, some of "
-                                "it comes twice and some not";
+    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, some "
+                                "of it comes twice and some not";
     default: return "other files than before: from their beginning";
     }
+}
+
+// All ranks have found the same to resume from: `found` is what resume_open has said.
+static void check_same_checkpoint(Comm* comm, const Resume* resume, int found) {
+    int64_t step = found ? resume->step : -1, low, high;
+    comm_host_min_max(comm, step, &low, &high);
+    check(low == high, "the ranks see different checkpoints: step %lld here, %lld to %lld elsewhere (-1: none); want "
+          "one folder that all share", (long long)step, (long long)low, (long long)high);
 }
 
 // Go on from the checkpoint that `resume` has opened, or from one before it when it turns out to be damaged, on all
@@ -1476,17 +1495,13 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
     double start = seconds_now();
     for (;;) {
         char why[SNAPSHOT_WHY] = "another rank could not read it";
-        int64_t low, high;
-        comm_host_min_max(model->comm, resume->step, &low, &high);
-        check(low == high, "the ranks see different checkpoints: step %d here, %lld and %lld elsewhere; want one folder "
-              "that all share", resume->step, (long long)low, (long long)high);
         check(gpt_equal(&resume->gpt, &model->config), "'%s' holds another model than the newer checkpoints",
               resume->candidates[resume->at].path);
         int bad = resume->config != NULL &&
                   load_checkpoint(model, &resume->state, resume->candidates[resume->at].path, why);
         if (!max_over_ranks(model->comm, bad)) { break; }
         resume_reject(resume, why);
-        resume_open(resume);
+        check_same_checkpoint(model->comm, resume, resume_open(resume));
     }
     const char* path = resume->candidates[resume->at].path;
     char changes[4096] = "";
@@ -1708,8 +1723,9 @@ static void set_matmul(Device* dev, const TrainConfig* train) {
 // --output-dir is this process's alone while the descriptor returned is open. -1: no folder yet, or no locks there.
 static int lock_output(const TrainConfig* train) {
     int lock = snapshot_lock(train->output_dir, 20);
+    const char* run = train->output_dir;
     check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another "
-          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''", train->output_dir, train->output_dir);
+          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''", run, run);
     return lock;
 }
 
@@ -1737,6 +1753,7 @@ int main(int argc, char** argv) {
     Resume resume;
     resume_find(&resume, &train, rank == 0);
     int resumes = resume_open(&resume);
+    check_same_checkpoint(comm, &resume, resumes);
     float* weights = NULL; // from a model file; NULL: initialised
     if (resumes) {
         check(!train.shape_given || config_model_is_file(&train) || gpt_equal(&config, &resume.gpt),

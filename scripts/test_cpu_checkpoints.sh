@@ -330,8 +330,33 @@ if [[ $have_mpi ]]; then
             continues mean two_one ranks 20
     }
     verdict "2 -> 1 ranks" ranks_to_one
+
+    # Rank 1 has another folder than rank 0, as on two machines without a disk in common.
+    apart() { # FLAG...
+        local flags=(-i "$work/train.bin" -j "$work/val.bin" "${shape[@]}" "${settings[@]}" -b 4 -d 512) status=0
+        current=apart
+        mpirun --oversubscribe --allow-run-as-root \
+            -np 1 "$program" "${flags[@]}" -o "$work/apart0" "$@" : \
+            -np 1 "$program" "${flags[@]}" -o "$work/apart1" "$@" >"$work/apart.out" 2>&1 </dev/null || status=$?
+        why="exit status $status, want 1"
+        [[ $status -eq 1 ]]
+    }
+    apart_writing() { # the folder of the checkpoint is there, left by an earlier run, so rank 1 can write its share
+        rm -rf "$work/apart0" "$work/apart1"
+        mkdir -p "$work/apart1/step_00000010.tmp"
+        apart -x 10 -n 10 && says apart "rank 1 has written its share, but there is no '$work/apart0/" || return 1
+        why="checkpoints $(checkpoints apart0)"
+        [[ -z $(checkpoints apart0) ]]
+    }
+    apart_resuming() {
+        rm -rf "$work/apart0" "$work/apart1"
+        cp -r "$work/ranks" "$work/apart0"
+        apart -x 50 -n 10 -y 1 && says apart '^error: the ranks see different checkpoints' && steps_made apart 0
+    }
+    verdict "ranks with different folders: no checkpoint that lacks a share" apart_writing
+    verdict "ranks with different folders: none starts anew beside one that goes on" apart_resuming
 else
-    skip "other numbers of ranks" "no mpirun" 2
+    skip "other numbers of ranks, and ranks with different folders" "no mpirun" 4
 fi
 
 # ----------------------------------------------------------------------------------------------------------------------
