@@ -1474,8 +1474,8 @@ static const char* resume_data(Run* run, const Resume* resume, const TrainConfig
     }
     switch (run_state_seek(&resume->state, loader)) {
     case DATA_SAME: return "the next batch follows the last one";
-    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, some "
-                                "of it comes twice and some not";
+    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, "
+                                "some of it comes twice and some not";
     default: return "other files than before: from their beginning";
     }
 }
@@ -1570,11 +1570,11 @@ static void open_profile(Profile* profile, Chip chip, const GptConfig* config) {
     profile_name_linear(profile, "head", C, config->padded_vocab_size);
 }
 
-// Why the run has to stop after the step that took step_s, the same answer on every rank: a signal's number, -1: the
-// time is over, 0: it has not to.
-static int reason_to_stop(const Run* run, const Model* model, double step_s) {
+// Why the run has to stop before the next step, which takes about next_s with what is to be looked at before it, the
+// same answer on every rank: a signal's number, -1: the time would be over, 0: it has not to.
+static int reason_to_stop(const Run* run, const Model* model, double next_s) {
     const TrainConfig* train = model->train;
-    double then_s = seconds_now() - run->started_s + 1.5 * step_s + run->save.write_s;
+    double then_s = seconds_now() - run->started_s + 1.5 * next_s + run->save.write_s;
     int is_over = train->max_minutes > 0.0f && then_s > 60.0 * (double)train->max_minutes;
     int64_t reason = max_over_ranks(model->comm, stop_signal != 0 ? stop_signal + 1 : is_over);
     return reason > 1 ? (int)reason - 1 : -(int)reason;
@@ -1609,11 +1609,13 @@ static int train_loop(Run* run, Model* model) {
     int is_first_rank = comm_rank(model->comm) == 0;
     RateMeter meter;
     memset(&meter, 0, sizeof(meter));
-    double total_s = 0.0;
+    double total_s = 0.0, longest_look_s = 0.0;
     int end = run->num_steps > run->first_step ? run->num_steps : run->first_step;
     for (int step = run->first_step; step <= end; step++) {
         int last_step = step == end;
+        double look_start = seconds_now();
         look_at_model(run, model, step, last_step);
+        longest_look_s = fmax(longest_look_s, seconds_now() - look_start);
         if (last_step) { break; }
 
         StepReport report;
@@ -1662,7 +1664,8 @@ static int train_loop(Run* run, Model* model) {
         }
         save_poll(run, model, 0);
         if (save_is_due(run, train, step + 1)) { save_begin(run, model, step + 1); }
-        int reason = reason_to_stop(run, model, elapsed);
+        int looks = is_due(step + 1, train->val_every, 0) || is_due(step + 1, train->sample_every, 0);
+        int reason = reason_to_stop(run, model, elapsed + (looks ? longest_look_s : 0.0));
         if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
     }
     save_poll(run, model, 1);
