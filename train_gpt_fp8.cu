@@ -1421,7 +1421,8 @@ static void continue_slots(Model* model, const RunState* state, const ScaleSlot*
     free(slots);
 }
 
-// Everything of our checkpoint that lies on the device. 0, or 1 with the reason in why.
+// Read everything of our checkpoint that lies on the device. 0, or 1 with the reason in why. Ranks check different
+// parts, so one may fail where another does not: nothing here may wait for other ranks.
 static int load_checkpoint(Model* model, const RunState* state, const char* folder, char* why) {
     int ranks = (int)state->num_ranks, rank = comm_rank(model->comm) < ranks ? comm_rank(model->comm) : 0, bad = 0;
     size_t next = 0;
@@ -1437,15 +1438,19 @@ static int load_checkpoint(Model* model, const RunState* state, const char* fold
     if (!bad) {
         init_slots(model);
         continue_slots(model, state, saved);
-        AdamW rounding = next_update(model, 0.0f);
-        rounding.t = (int)state->num_updates;
-        rounding.seed = (uint64_t)state->seed;
-        rounding.stochastic = state->stochastic && state->num_updates > 0;
-        model_take_master(model, (int)state->num_updates, rounding);
     }
     free(saved);
     free(piece);
     return bad;
+}
+
+// What follows from a checkpoint that all ranks have read.
+static void take_checkpoint(Model* model, const RunState* state) {
+    AdamW rounding = next_update(model, 0.0f);
+    rounding.t = (int)state->num_updates;
+    rounding.seed = (uint64_t)state->seed;
+    rounding.stochastic = state->stochastic && state->num_updates > 0;
+    model_take_master(model, (int)state->num_updates, rounding);
 }
 
 // llm.c's weights and moments, after `steps` updates; slots warm up.
@@ -1500,12 +1505,15 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
         int bad = resume->config != NULL &&
                   load_checkpoint(model, &resume->state, resume->candidates[resume->at].path, why);
         if (!max_over_ranks(model->comm, bad)) { break; }
+        int rank = comm_rank(model->comm), is_known = (int)max_over_ranks(model->comm, rank == 0 && bad);
+        if (bad && !is_known) { warning("rank %d: %s", rank, why); } // rank 0 did not see it
         resume_reject(resume, why);
         check_same_checkpoint(model->comm, resume, resume_open(resume));
     }
     const char* path = resume->candidates[resume->at].path;
     char changes[4096] = "";
     if (resume->config != NULL) {
+        take_checkpoint(model, &resume->state);
         config_changes(train, resume->config, changes, sizeof(changes));
         run->first_tokens = resume->state.tokens;
         run->loss_outliers = resume->state.loss_outliers;

@@ -110,7 +110,7 @@ static inline int64_t run_data_fingerprint(const DataLoader* loader) {
 
 typedef enum {
     DATA_SAME,      // the very next batch follows
-    DATA_REORDERED, // other windows (B, T or ranks) or seed: as many tokens are left of the epoch, in another order
+    DATA_REORDERED, // other B, T, ranks or seed: as many tokens are left of the epoch, in another order
     DATA_OTHER      // other files: from their beginning
 } DataContinuation;
 
@@ -130,7 +130,8 @@ static inline DataContinuation run_state_seek(const RunState* state, DataLoader*
     uint64_t taken = (uint64_t)state->data_window * (uint64_t)state->window_tokens / (uint64_t)window_tokens;
     at.window = taken < there ? taken : there;
     dataloader_seek(loader, at);
-    if (window_tokens == state->window_tokens && !is_reseeded && at.window == (uint64_t)state->data_window) {
+    if (window_tokens == state->window_tokens && loader->options.num_ranks == state->num_ranks && !is_reseeded &&
+        at.window == (uint64_t)state->data_window) {
         return DATA_SAME;
     }
     return DATA_REORDERED;

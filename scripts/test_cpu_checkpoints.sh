@@ -407,6 +407,27 @@ for file in common.bin shard_00000.bin model.bin; do
     verdict "$file flipped, cut, longer, missing: the checkpoint before it is used" damages "$file"
 done
 
+# On two ranks, of which one sees the damage (each checks its own slots, rank 0 the model file) and the other does not.
+damage_for_one_rank() { # FILE OFFSET
+    rm -rf "$work/hurt"
+    cp -r "$work/ranks" "$work/hurt"
+    flip "$work/hurt/step_00000040/$1" "$2" 3
+    launch=("${on_two_ranks[@]}")
+    local status=0
+    leg 0 hurt -x 40 -n 20 -d 512 -y 1 || status=1
+    launch=()
+    [[ $status -eq 0 ]] && steps_made hurt 20 && says hurt "^warning: .*$1' is damaged" &&
+        says hurt 'resumed at step 20' && same hurt ranks
+}
+if [[ $have_mpi ]]; then
+    for place in "shard_00000.bin 9000" "shard_00001.bin 9000" "shard_00001.bin -5000" "model.bin 5000"; do # slots, slots, v, weights
+        # shellcheck disable=SC2086 # two words
+        verdict "two ranks, a flipped bit in $place: both take the checkpoint before" damage_for_one_rank $place
+    done
+else
+    skip "damaged checkpoints on two ranks" "no mpirun" 4
+fi
+
 unfinished() { # killed while writing: a *.tmp folder with half of a file, and `latest` still at the one before
     falls_back '' true && return 1 # no damage: nothing to fall back from
     rm -rf "$work/hurt"

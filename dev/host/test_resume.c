@@ -236,6 +236,12 @@ static void test_data(void) {
         dataloader_next(&again);
         expect(memcmp(loader.inputs, again.inputs, 4 * 32 * sizeof(int)) == 0, "batch %d differs", batches);
         dataloader_close(&again);
+        DataOptions dealt = options; // the same windows, dealt to two ranks
+        dealt.B /= 2;
+        dealt.num_ranks = 2;
+        dataloader_open(&again, pattern, dealt);
+        expect(run_state_seek(&s, &again) == DATA_REORDERED && again.at.window == loader.at.window - 1, "batch %d", batches);
+        dataloader_close(&again);
         DataOptions reseeded = options;
         reseeded.seed = 43;
         dataloader_open(&again, pattern, reseeded);
