@@ -1210,7 +1210,8 @@ static void save_give_up(Save* c, Model* model, int error) {
     c->phase = SAVE_NONE;
     c->retry_at = every > 0 ? step + (every + 9) / 10 : -1;
     if (c->result.error != 0) {
-        warning("rank %d: cannot write '%s': %s", train->rank, c->result.path, strerror(c->result.error));
+        const char* path = c->result.path[0] != 0 ? c->result.path : train->output_dir; // save_commit names no file
+        warning("rank %d: cannot write '%s': %s", train->rank, path, strerror(c->result.error));
     }
     if (comm_rank(model->comm) != 0) { return; }
     snapshot_abandon(train->output_dir, step);
@@ -1225,7 +1226,18 @@ static int save_commit(void* save) {
     const Save* c = (const Save*)save;
     const char* run = c->train->output_dir;
     int step = (int)c->state.step;
-    char path[SNAPSHOT_PATH];
+    char path[SNAPSHOT_PATH], file[32];
+    for (int rank = 0; rank < (int)c->state.num_ranks; rank++) {
+        struct stat st;
+        snprintf(file, sizeof(file), "shard_%05d.bin", rank);
+        snapshot_tmp_path(path, sizeof(path), run, step, file);
+        if (stat(path, &st) != 0) {
+            int error = errno;
+            warning("rank %d has written its share, but there is no '%s': want one folder that all ranks share", rank,
+                    path);
+            return error;
+        }
+    }
     SnapshotOut out;
     snapshot_tmp_path(path, sizeof(path), run, step, "common.bin");
     int error = snapshot_out_open(&out, path, 0);
@@ -1238,6 +1250,7 @@ static int save_commit(void* save) {
         snapshot_out_end(&out);
         error = snapshot_out_close(&out);
     }
+    snapshot_set_aside(run, c->newest, step); // what does not move stays: the new checkpoint is worth more
     error = error != 0 ? error : snapshot_commit(run, step);
     if (error == 0) { snapshot_prune(run, c->train->keep, c->train->keep_every); }
     return error;
@@ -1409,7 +1422,8 @@ static void continue_slots(Model* model, const RunState* state, const ScaleSlot*
     free(slots);
 }
 
-// Everything of our checkpoint that lies on the device. 0, or 1 with the reason in why.
+// Read everything of our checkpoint that lies on the device. 0, or 1 with the reason in why. Ranks check different
+// parts, so one may fail where another does not: nothing here may wait for other ranks.
 static int load_checkpoint(Model* model, const RunState* state, const char* folder, char* why) {
     int ranks = (int)state->num_ranks, rank = comm_rank(model->comm) < ranks ? comm_rank(model->comm) : 0, bad = 0;
     size_t next = 0;
@@ -1425,20 +1439,25 @@ static int load_checkpoint(Model* model, const RunState* state, const char* fold
     if (!bad) {
         init_slots(model);
         continue_slots(model, state, saved);
-        AdamW rounding = next_update(model, 0.0f);
-        rounding.t = (int)state->num_updates;
-        rounding.seed = (uint64_t)state->seed;
-        rounding.stochastic = state->stochastic && state->num_updates > 0;
-        model_take_master(model, (int)state->num_updates, rounding);
     }
     free(saved);
     free(piece);
     return bad;
 }
 
+// What follows from a checkpoint that all ranks have read.
+static void take_checkpoint(Model* model, const RunState* state) {
+    AdamW rounding = next_update(model, 0.0f);
+    rounding.t = (int)state->num_updates;
+    rounding.seed = (uint64_t)state->seed;
+    rounding.stochastic = state->stochastic && state->num_updates > 0;
+    model_take_master(model, (int)state->num_updates, rounding);
+}
+
 // llm.c's weights and moments, after `steps` updates; slots warm up.
 static void load_llmc(Model* model, const Resume* resume) {
     size_t n_bytes = model->table.num_parameters * sizeof(float);
+    init_slots(model); // a newer checkpoint that was damaged for another rank may have left its own
     device_copy_in(model->dev, model->master, resume->master, n_bytes);
     device_copy_in(model->dev, model->m, resume->m, n_bytes);
     device_copy_in(model->dev, model->v, resume->v, n_bytes);
@@ -1461,10 +1480,18 @@ static const char* resume_data(Run* run, const Resume* resume, const TrainConfig
     }
     switch (run_state_seek(&resume->state, loader)) {
     case DATA_SAME: return "the next batch follows the last one";
-    case DATA_REORDERED: return "another micro-batch or number of ranks: the epoch goes on in another order, some of it "
-                                "comes twice and some not";
+    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, "
+                                "some of it comes twice and some not";
     default: return "other files than before: from their beginning";
     }
+}
+
+// All ranks have found the same to resume from: `found` is what resume_open has said.
+static void check_same_checkpoint(Comm* comm, const Resume* resume, int found) {
+    int64_t step = found ? resume->step : -1, low, high;
+    comm_host_min_max(comm, step, &low, &high);
+    check(low == high, "the ranks see different checkpoints: step %lld here, %lld to %lld elsewhere (-1: none); want "
+          "one folder that all share", (long long)step, (long long)low, (long long)high);
 }
 
 // Go on from the checkpoint that `resume` has opened, or from one before it when it turns out to be damaged, on all
@@ -1474,32 +1501,31 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
     double start = seconds_now();
     for (;;) {
         char why[SNAPSHOT_WHY] = "another rank could not read it";
-        int64_t low, high;
-        comm_host_min_max(model->comm, resume->step, &low, &high);
-        check(low == high, "the ranks see different checkpoints: step %d here, %lld and %lld elsewhere; want one folder "
-              "that all share", resume->step, (long long)low, (long long)high);
         check(gpt_equal(&resume->gpt, &model->config), "'%s' holds another model than the newer checkpoints",
               resume->candidates[resume->at].path);
         int bad = resume->config != NULL &&
                   load_checkpoint(model, &resume->state, resume->candidates[resume->at].path, why);
         if (!max_over_ranks(model->comm, bad)) { break; }
+        int rank = comm_rank(model->comm), is_known = (int)max_over_ranks(model->comm, rank == 0 && bad);
+        if (bad && !is_known) { warning("rank %d: %s", rank, why); } // rank 0 did not see it
         resume_reject(resume, why);
-        resume_open(resume);
+        check_same_checkpoint(model->comm, resume, resume_open(resume));
     }
     const char* path = resume->candidates[resume->at].path;
     char changes[4096] = "";
     if (resume->config != NULL) {
+        take_checkpoint(model, &resume->state);
         config_changes(train, resume->config, changes, sizeof(changes));
         run->first_tokens = resume->state.tokens;
         run->loss_outliers = resume->state.loss_outliers;
         run->norm_outliers = resume->state.norm_outliers;
         run->skips_in_a_row = (int)resume->state.skips_in_a_row;
-        run->save.newest = resume->is_here ? resume->step : -1;
     } else {
         load_llmc(model, resume);
         run->llmc_rng = resume->llmc.rng_state_last_update;
         run->first_tokens = (int64_t)resume->step * train->total_batch_tokens;
     }
+    run->save.newest = resume->is_here ? resume->step : -1;
     run->first_step = run->steps_done = resume->step;
     const char* data = resume_data(run, resume, train);
     if (comm_rank(model->comm) == 0) {
@@ -1553,11 +1579,11 @@ static void open_profile(Profile* profile, Chip chip, const GptConfig* config) {
     profile_name_linear(profile, "head", C, config->padded_vocab_size);
 }
 
-// Why the run has to stop after the step that took step_s, the same answer on every rank: a signal's number, -1: the
-// time is over, 0: it has not to.
-static int reason_to_stop(const Run* run, const Model* model, double step_s) {
+// Why the run has to stop before the next step, which takes about next_s with what is to be looked at before it, the
+// same answer on every rank: a signal's number, -1: the time would be over, 0: it has not to.
+static int reason_to_stop(const Run* run, const Model* model, double next_s) {
     const TrainConfig* train = model->train;
-    double then_s = seconds_now() - run->started_s + 1.5 * step_s + run->save.write_s;
+    double then_s = seconds_now() - run->started_s + 1.5 * next_s + run->save.write_s;
     int is_over = train->max_minutes > 0.0f && then_s > 60.0 * (double)train->max_minutes;
     int64_t reason = max_over_ranks(model->comm, stop_signal != 0 ? stop_signal + 1 : is_over);
     return reason > 1 ? (int)reason - 1 : -(int)reason;
@@ -1592,11 +1618,13 @@ static int train_loop(Run* run, Model* model) {
     int is_first_rank = comm_rank(model->comm) == 0;
     RateMeter meter;
     memset(&meter, 0, sizeof(meter));
-    double total_s = 0.0;
+    double total_s = 0.0, longest_look_s = 0.0;
     int end = run->num_steps > run->first_step ? run->num_steps : run->first_step;
     for (int step = run->first_step; step <= end; step++) {
         int last_step = step == end;
+        double look_start = seconds_now();
         look_at_model(run, model, step, last_step);
+        longest_look_s = fmax(longest_look_s, seconds_now() - look_start);
         if (last_step) { break; }
 
         StepReport report;
@@ -1627,6 +1655,8 @@ static int train_loop(Run* run, Model* model) {
             logger_log_profile(&run->logger, step, &run->profile);
             if (is_first_rank) { profile_print(stdout, &run->profile); }
         }
+        run->steps_done = step + 1;
+        run->llmc_rng = 0;
         run->skips_in_a_row = verdict == STEP_NOT_FINITE ? run->skips_in_a_row + 1 : 0;
         if (run->skips_in_a_row >= train->max_skips) {
             if (is_first_rank) {
@@ -1641,11 +1671,10 @@ static int train_loop(Run* run, Model* model) {
             }
             return EXIT_FAILURE;
         }
-        run->steps_done = step + 1;
-        run->llmc_rng = 0;
         save_poll(run, model, 0);
         if (save_is_due(run, train, step + 1)) { save_begin(run, model, step + 1); }
-        int reason = reason_to_stop(run, model, elapsed);
+        int looks = is_due(step + 1, train->val_every, 0) || is_due(step + 1, train->sample_every, 0);
+        int reason = reason_to_stop(run, model, elapsed + (looks ? longest_look_s : 0.0));
         if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
     }
     save_poll(run, model, 1);
@@ -1703,6 +1732,15 @@ static void set_matmul(Device* dev, const TrainConfig* train) {
     matmul_set_autotune(dev, autotune ? config_autotune_cache(train, path, sizeof(path)) : NULL);
 }
 
+// --output-dir is this process's alone while the descriptor returned is open. -1: no folder yet, or no locks there.
+static int lock_output(const TrainConfig* train) {
+    int lock = snapshot_lock(train->output_dir, 20);
+    const char* run = train->output_dir;
+    check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another "
+          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''", run, run);
+    return lock;
+}
+
 #ifndef TESTING
 int main(int argc, char** argv) {
     Run run;
@@ -1720,11 +1758,14 @@ int main(int argc, char** argv) {
     comm_connect(comm, dev);
     if (!train.dry_run) { set_matmul(dev, &train); }
 
-    if (rank == 0 && train.output_dir[0] != 0 && !train.dry_run) { snapshot_sweep(train.output_dir); }
+    int writes = rank == 0 && train.output_dir[0] != 0 && !train.dry_run;
+    int lock = writes ? lock_output(&train) : -1;
+    if (writes) { snapshot_sweep(train.output_dir); }
     comm_barrier(comm);
     Resume resume;
     resume_find(&resume, &train, rank == 0);
     int resumes = resume_open(&resume);
+    check_same_checkpoint(comm, &resume, resumes);
     float* weights = NULL; // from a model file; NULL: initialised
     if (resumes) {
         check(!train.shape_given || config_model_is_file(&train) || gpt_equal(&config, &resume.gpt),
@@ -1768,6 +1809,7 @@ int main(int argc, char** argv) {
     } else {
         if (resumes) {
             resume_run(&run, &model, &resume);
+            resume_free(&resume); // 12 bytes per parameter and rank, if it was llm.c's
         } else {
             if (strcmp(train.resume, "1") == 0 && rank == 0) {
                 printf("no checkpoint in '%s' yet: a fresh run\n", train.output_dir);
@@ -1775,12 +1817,14 @@ int main(int argc, char** argv) {
             start_weights(&model, weights);
         }
         if (train.checkpoint_every > 0) { save_prepare(&run.save, &model); }
+        if (writes && lock < 0) { lock = lock_output(&train); } // the folder is new
         if (train.output_dir[0] != 0) { stop_listen(train.checkpoint_every > 0); }
         status = train_loop(&run, &model);
         if (rank == 0 && train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
+        save_free(&run.save, dev); // the export wants host memory, too
         if (train.export_llmc[0] != 0) { export_llmc(&run, &model, run.steps_done); }
-        save_free(&run.save, dev);
         logger_close(&run.logger);
+        if (lock >= 0) { close(lock); }
         if (run.has_train) { dataloader_close(&run.train_loader); }
         if (run.has_val) { dataloader_close(&run.val_loader); }
     }

@@ -99,20 +99,57 @@ static inline int64_t memory_read_number(const char* path, const char* key) {
     return value;
 }
 
-// Bytes of host memory that can still be taken: what the kernel calls available, or what the control group (version 2)
-// that a container runs in has left, its file cache counted as free.
-static inline size_t host_memory_available(void) {
-    int64_t available = memory_read_number("/proc/meminfo", "MemAvailable:");
-    int64_t limit = memory_read_number("/sys/fs/cgroup/memory.max", "");
-    int64_t used = memory_read_number("/sys/fs/cgroup/memory.current", "");
-    int64_t cache = memory_read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
-    if (available < 0) { available = (int64_t)4 << 30; }
-    if (limit >= 0 && used >= 0) {
-        int64_t left = limit - used + (cache > 0 ? cache : 0);
-        left = left > 0 ? left : 0;
-        available = left < available ? left : available;
+// The least memory that the control group `group` ("/a/b") or one above it in the hierarchy mounted at `mount` has left,
+// its file cache counted as free; `least` when that is less. In a container the groups above its own are not there.
+static inline int64_t memory_left_in_groups(const char* mount, const char* group, int version, int64_t least) {
+    const char* limit_file = version == 2 ? "memory.max" : "memory.limit_in_bytes";
+    const char* used_file = version == 2 ? "memory.current" : "memory.usage_in_bytes";
+    const char* cache_key = version == 2 ? "inactive_file " : "total_inactive_file ";
+    char path[1024];
+    for (size_t length = strlen(group);;) {
+        int chars = (int)length;
+        snprintf(path, sizeof(path), "%s%.*s/%s", mount, chars, group, limit_file);
+        int64_t limit = memory_read_number(path, ""); // "max": no limit; version 1 has a number beyond all memory for it
+        snprintf(path, sizeof(path), "%s%.*s/%s", mount, chars, group, used_file);
+        int64_t used = memory_read_number(path, "");
+        snprintf(path, sizeof(path), "%s%.*s/memory.stat", mount, chars, group);
+        int64_t cache = memory_read_number(path, cache_key);
+        if (limit >= 0 && used >= 0) {
+            int64_t left = limit - used + (cache > 0 ? cache : 0);
+            left = left > 0 ? left : 0;
+            least = left < least ? left : least;
+        }
+        if (length == 0) { return least; }
+        do {
+            length--;
+        } while (length > 0 && group[length] != '/');
     }
+}
+
+// Bytes of host memory that can still be taken: what the kernel calls available, or what is left of the limit of a
+// control group (of a container, of a batch system's job). `root` is "" but in tests.
+static inline size_t host_memory_available_in(const char* root) {
+    char path[512], line[1024];
+    snprintf(path, sizeof(path), "%s/proc/meminfo", root);
+    int64_t available = memory_read_number(path, "MemAvailable:");
+    if (available < 0) { available = (int64_t)4 << 30; }
+    snprintf(path, sizeof(path), "%s/proc/self/cgroup", root);
+    FILE* f = fopen(path, "r");
+    while (f != NULL && fgets(line, sizeof(line), f) != NULL) { // NUMBER:CONTROLLERS:GROUP; version 2 is "0::GROUP"
+        line[strcspn(line, "\n")] = 0;
+        char* controllers = strchr(line, ':');
+        char* group = controllers != NULL ? strchr(controllers + 1, ':') : NULL;
+        if (group == NULL) { continue; }
+        *group++ = 0;
+        int version = strncmp(line, "0:", 2) == 0 && controllers[1] == 0 ? 2 : 1;
+        if (version == 1 && strcmp(controllers + 1, "memory") != 0) { continue; }
+        snprintf(path, sizeof(path), "%s/sys/fs/cgroup%s", root, version == 2 ? "" : "/memory");
+        available = memory_left_in_groups(path, strcmp(group, "/") == 0 ? "" : group, version, available);
+    }
+    if (f != NULL) { fclose(f); }
     return (size_t)available;
 }
+
+static inline size_t host_memory_available(void) { return host_memory_available_in(""); }
 
 #endif

@@ -26,7 +26,7 @@ typedef struct {
     int64_t step;        // steps done; the next one has this number
     int64_t num_updates; // updates applied, AdamW's t: skipped steps are not among them
     int64_t tokens;      // trained on so far
-    int64_t seed, stochastic; // how BF16 parameters were last rounded: with adamw.t = num_updates
+    int64_t seed, stochastic; // of the run (0 before the first update); are BF16 parameters rounded by it, t = num_updates
     // the model
     int64_t max_seq_len, vocab_size, padded_vocab_size, num_layers, num_heads, channels, num_parameters;
     // who computed: shard_%05d.bin of every rank, tokens of a window of the data
@@ -110,7 +110,7 @@ static inline int64_t run_data_fingerprint(const DataLoader* loader) {
 
 typedef enum {
     DATA_SAME,      // the very next batch follows
-    DATA_REORDERED, // other windows (B, T or ranks): as many tokens are left of the epoch, in another order
+    DATA_REORDERED, // other B, T, ranks or seed: as many tokens are left of the epoch, in another order
     DATA_OTHER      // other files: from their beginning
 } DataContinuation;
 
@@ -122,16 +122,18 @@ static inline DataContinuation run_state_seek(const RunState* state, DataLoader*
         return DATA_OTHER;
     }
     int64_t window_tokens = dataloader_window_tokens(&loader->options);
-    if (window_tokens == state->window_tokens) {
-        dataloader_seek(loader, at);
-        return DATA_SAME;
-    }
-    uint64_t taken = at.window * (uint64_t)state->window_tokens / (uint64_t)window_tokens;
+    int is_reseeded = loader->options.order == DATA_SHUFFLED && state->num_updates > 0 && // before that, none is known
+                      (uint32_t)state->seed != loader->options.seed;
     at.window = 0;
-    dataloader_seek(loader, at); // which shard it is depends on the order of shards that the new windows lead to
+    dataloader_seek(loader, at); // which shard it is depends on the order of shards: on the seed and the windows
     uint64_t there = (uint64_t)loader->windows[loader->shard_order[at.shard]];
+    uint64_t taken = (uint64_t)state->data_window * (uint64_t)state->window_tokens / (uint64_t)window_tokens;
     at.window = taken < there ? taken : there;
     dataloader_seek(loader, at);
+    if (window_tokens == state->window_tokens && loader->options.num_ranks == state->num_ranks && !is_reseeded &&
+        at.window == (uint64_t)state->data_window) {
+        return DATA_SAME;
+    }
     return DATA_REORDERED;
 }
 

@@ -6,6 +6,8 @@
 //         model.bin           the weights as an llm.c model file (checkpoint.h)
 //     RUN/step_00000040.tmp/  a checkpoint that is being written or removed, or what a killed run left of one
 //     RUN/latest              text, "step_00000020\n": the checkpoint that was committed last
+//     RUN/step_00000030.old/  passed by a run that went back behind it: nobody's any more, never removed here
+//     RUN/lock                empty; the run that writes into RUN holds an flock(2) on it
 //
 // A container, little-endian:
 //
@@ -28,6 +30,7 @@
 #include <assert.h>
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #define XXH_INLINE_ALL // header only: nothing to link, nothing to find at run time
@@ -705,6 +708,30 @@ static inline int snapshot_latest(const char* run) {
     return snapshot_step_of_name(text, "");
 }
 
+// Claim the folder RUN for this process until it ends, however it ends: two that write into one folder remove each
+// other's unfinished checkpoints and move each other's logs away. One that was killed may take a while to vanish, so
+// another owner is waited for, `seconds` at most. Returns a descriptor to be kept open; -1 with errno: EWOULDBLOCK,
+// another process has RUN; else the folder is not there, or it or its file system has no locks.
+static inline int snapshot_lock(const char* run, int seconds) {
+    char path[SNAPSHOT_PATH];
+    int length = snprintf(path, sizeof(path), "%s/lock", run);
+    if (length < 0 || length >= (int)sizeof(path)) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666); // for writing: NFS locks nothing else
+    for (int tries = 0; fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0; tries++) {
+        if (errno != EINTR && (errno != EWOULDBLOCK || tries >= 10 * seconds)) {
+            int error = errno;
+            close(fd);
+            errno = error;
+            return -1;
+        }
+        usleep(100000);
+    }
+    return fd;
+}
+
 // Let RUN/latest name the checkpoint of `step`: written aside, synced, renamed. Returns 0 or errno.
 static inline int snapshot_set_latest(const char* run, int step) {
     char path[SNAPSHOT_PATH], aside[SNAPSHOT_PATH], text[64];
@@ -805,6 +832,29 @@ static inline int snapshot_commit(const char* run, int step) {
     return error;
 }
 
+// Before the checkpoint of step `to` of a run that has none newer than `from` (-1: none at all) is committed: those
+// between are of a run that was given up for the one of `from`, or are damaged. Nobody may go back to them once
+// `latest` is beyond them, and --keep must not count them, so they get another name: RUN/step_%08d.old, which is left
+// to the user (one that has that name already is removed). Returns 0 or errno.
+static inline int snapshot_set_aside(const char* run, int from, int to) {
+    int* steps;
+    int count = snapshot_steps(run, &steps), error = 0;
+    for (int i = 0; error == 0 && i < count; i++) {
+        if (steps[i] <= from || steps[i] >= to) {
+            continue;
+        }
+        char path[SNAPSHOT_PATH], old[SNAPSHOT_PATH];
+        snapshot_path(path, sizeof(path), run, steps[i], NULL);
+        snapshot_join(old, sizeof(old), run, steps[i], ".old", NULL);
+        error = snapshot_remove_folder(old);
+        if (error == 0 && rename(path, old) != 0) {
+            error = errno;
+        }
+    }
+    free(steps);
+    return error;
+}
+
 // Give up the checkpoint of `step` that is being written.
 static inline void snapshot_abandon(const char* run, int step) {
     char tmp[SNAPSHOT_PATH];
@@ -815,7 +865,7 @@ static inline void snapshot_abandon(const char* run, int step) {
 // Remove all committed checkpoints but the newest `keep` (0: keep all) and those of steps divisible by keep_every (0:
 // none more). Each loses its name before its first file, so that a kill never leaves half of one under the name. Steps
 // beyond RUN/latest are of a run that was given up for an older checkpoint: they are neither counted nor removed, or
-// they would cost the new run its own.
+// they would cost the new run its own. (When it comes to them: snapshot_set_aside.)
 static inline void snapshot_prune(const char* run, int keep, int keep_every) {
     if (keep <= 0) {
         return;

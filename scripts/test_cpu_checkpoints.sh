@@ -330,8 +330,33 @@ if [[ $have_mpi ]]; then
             continues mean two_one ranks 20
     }
     verdict "2 -> 1 ranks" ranks_to_one
+
+    # Rank 1 has another folder than rank 0, as on two machines without a disk in common.
+    apart() { # FLAG...
+        local flags=(-i "$work/train.bin" -j "$work/val.bin" "${shape[@]}" "${settings[@]}" -b 4 -d 512) status=0
+        current=apart
+        mpirun --oversubscribe --allow-run-as-root \
+            -np 1 "$program" "${flags[@]}" -o "$work/apart0" "$@" : \
+            -np 1 "$program" "${flags[@]}" -o "$work/apart1" "$@" >"$work/apart.out" 2>&1 </dev/null || status=$?
+        why="exit status $status, want 1"
+        [[ $status -eq 1 ]]
+    }
+    apart_writing() { # the folder of the checkpoint is there, left by an earlier run, so rank 1 can write its share
+        rm -rf "$work/apart0" "$work/apart1"
+        mkdir -p "$work/apart1/step_00000010.tmp"
+        apart -x 10 -n 10 && says apart "rank 1 has written its share, but there is no '$work/apart0/" || return 1
+        why="checkpoints $(checkpoints apart0)"
+        [[ -z $(checkpoints apart0) ]]
+    }
+    apart_resuming() {
+        rm -rf "$work/apart0" "$work/apart1"
+        cp -r "$work/ranks" "$work/apart0"
+        apart -x 50 -n 10 -y 1 && says apart '^error: the ranks see different checkpoints' && steps_made apart 0
+    }
+    verdict "ranks with different folders: no checkpoint that lacks a share" apart_writing
+    verdict "ranks with different folders: none starts anew beside one that goes on" apart_resuming
 else
-    skip "other numbers of ranks" "no mpirun" 2
+    skip "other numbers of ranks, and ranks with different folders" "no mpirun" 4
 fi
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -381,6 +406,27 @@ damages() { # FILE: every kind of damage
 for file in common.bin shard_00000.bin model.bin; do
     verdict "$file flipped, cut, longer, missing: the checkpoint before it is used" damages "$file"
 done
+
+# On two ranks, of which one sees the damage (each checks its own slots, rank 0 the model file) and the other does not.
+damage_for_one_rank() { # FILE OFFSET
+    rm -rf "$work/hurt"
+    cp -r "$work/ranks" "$work/hurt"
+    flip "$work/hurt/step_00000040/$1" "$2" 3
+    launch=("${on_two_ranks[@]}")
+    local status=0
+    leg 0 hurt -x 40 -n 20 -d 512 -y 1 || status=1
+    launch=()
+    [[ $status -eq 0 ]] && steps_made hurt 20 && says hurt "^warning: .*$1' is damaged" &&
+        says hurt 'resumed at step 20' && same hurt ranks
+}
+if [[ $have_mpi ]]; then
+    for place in "shard_00000.bin 9000" "shard_00001.bin 9000" "shard_00001.bin -5000" "model.bin 5000"; do # slots, slots, v, weights
+        # shellcheck disable=SC2086 # two words
+        verdict "two ranks, a flipped bit in $place: both take the checkpoint before" damage_for_one_rank $place
+    done
+else
+    skip "damaged checkpoints on two ranks" "no mpirun" 4
+fi
 
 unfinished() { # killed while writing: a *.tmp folder with half of a file, and `latest` still at the one before
     falls_back '' true && return 1 # no damage: nothing to fall back from
@@ -432,6 +478,30 @@ went_back() { # on purpose, in the same folder: from then on the run is the one 
         says back 'resumed at step 25' && steps_made back 15 && same back whole
 }
 verdict "-y FOLDER/step_00000020 in the run's own folder, then -y 1" went_back
+
+given_up() { # once the new run is beyond them, the given-up checkpoints are neither a way back nor among the kept
+    rm -rf "$work/back"
+    cp -r "$work/whole" "$work/back"
+    leg 0 back -x 45 -n 25 --keep 3 -y "$work/back/step_00000020" && why="found $(checkpoints back), want 20 25 45" &&
+        [[ $(checkpoints back) == "20 25 45" && -d $work/back/step_00000040.old ]] || return 1
+    flip "$work/back/step_00000045/shard_00000.bin" 9000 3
+    leg 0 back -x 46 -n 25 -y 1 && says back 'resumed at step 25'
+}
+verdict "the same with another -n: no way back to the given-up checkpoints between" given_up
+
+one_at_a_time() { # a second process neither sweeps the first one's checkpoint away nor moves its log
+    rm -rf "$work/busy"
+    start busy "${long[@]}"
+    await '^checkpoint step_00000030' || return 1
+    kill -STOP "$pid"
+    local first=$pid status=0
+    start busy_too "${long[@]}" -y 1 -o "$work/busy"
+    finish 1 && refused busy_too 'another process is writing' || status=1
+    kill -CONT "$first"
+    current=busy pid=$first
+    [[ $status -eq 0 ]] && finish 0 && same busy long
+}
+verdict "a second run in the folder of one that is not over is refused" one_at_a_time
 
 verdict "all checkpoints damaged: an error, and nothing is touched" all_damaged
 

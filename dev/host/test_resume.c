@@ -29,6 +29,7 @@ static RunState a_state(int step) {
     s.num_parameters = (int64_t)gpt_num_parameters(&gpt);
     s.num_slots = 24;
     s.num_ranks = 1;
+    s.seed = 42;
     s.window_tokens = 512;
     s.slot_bytes = sizeof(ScaleSlot);
     s.amax_history = 1024;
@@ -234,6 +235,17 @@ static void test_data(void) {
         dataloader_next(&loader);
         dataloader_next(&again);
         expect(memcmp(loader.inputs, again.inputs, 4 * 32 * sizeof(int)) == 0, "batch %d differs", batches);
+        dataloader_close(&again);
+        DataOptions dealt = options; // the same windows, dealt to two ranks
+        dealt.B /= 2;
+        dealt.num_ranks = 2;
+        dataloader_open(&again, pattern, dealt);
+        expect(run_state_seek(&s, &again) == DATA_REORDERED && again.at.window == loader.at.window - 1, "batch %d", batches);
+        dataloader_close(&again);
+        DataOptions reseeded = options;
+        reseeded.seed = 43;
+        dataloader_open(&again, pattern, reseeded);
+        expect(run_state_seek(&s, &again) == (batches > 0 ? DATA_REORDERED : DATA_SAME), "another seed, batch %d", batches);
         dataloader_close(&again);
         DataOptions wide = options;
         wide.B = 7;

@@ -620,6 +620,69 @@ static void test_prune(void) {
     expect(strcmp(steps_of(run), "90 ") == 0, "without latest: %s", steps_of(run));
 }
 
+static void test_set_aside(void) {
+    char run[RUN_SIZE];
+    fresh_run(run, folder, "aside");
+    for (int step = 10; step <= 60; step += 10) {
+        commit_checkpoint(run, step, step);
+    }
+    // the run went back to 20, with a checkpoint every 25 steps
+    expect(snapshot_set_aside(run, 20, 45) == 0 && strcmp(steps_of(run), "10 20 50 60 ") == 0, "%s", steps_of(run));
+    expect(exists(run, "step_00000030.old/model.bin") && exists(run, "step_00000040.old/model.bin"), "they are lost");
+    commit_checkpoint(run, 45, 45);
+    snapshot_sweep(run);
+    expect(exists(run, "step_00000040.old/model.bin"), "swept away");
+    // and again; of one step only the last is kept
+    commit_checkpoint(run, 40, 41);
+    expect(snapshot_set_aside(run, 20, 45) == 0 && strcmp(steps_of(run), "10 20 45 50 60 ") == 0, "%s", steps_of(run));
+    expect(exists(run, "step_00000040.old/model.bin") && !exists(run, "step_00000040"), "a second one of a step");
+    write_bytes(at("aside/step_00000040.old/notes.txt"), "mine", 4);
+    commit_checkpoint(run, 40, 42);
+    expect(snapshot_set_aside(run, 20, 45) != 0 && content_of(run, 40) == 42, "over something that is not ours");
+    expect(snapshot_set_aside(run, -1, 20) == 0 && strcmp(steps_of(run), "20 40 45 50 60 ") == 0, "%s", steps_of(run));
+    expect(snapshot_set_aside(at("no such run"), 1, 5) == 0, "no such run");
+}
+
+// Fork a process that locks the run, says so, and lives until it is killed. 0: it could not lock it.
+static pid_t lock_elsewhere(const char* run, int seconds) {
+    int says[2];
+    check(pipe(says) == 0, "pipe");
+    pid_t pid = fork();
+    check(pid >= 0, "fork");
+    if (pid == 0) {
+        char has = snapshot_lock(run, seconds) >= 0;
+        if (write(says[1], &has, 1) != 1 || !has) { _exit(1); }
+        for (;;) {
+            pause();
+        }
+    }
+    char has = 0;
+    check(read(says[0], &has, 1) == 1, "read");
+    close(says[0]);
+    close(says[1]);
+    if (!has) { waitpid(pid, NULL, 0); }
+    return has ? pid : 0;
+}
+
+static void test_lock(void) {
+    char run[RUN_SIZE];
+    expect(snapshot_lock(at("no such run"), 0) == -1 && errno == ENOENT, "no such run: %s", strerror(errno));
+    fresh_run(run, folder, "lock");
+    pid_t other = lock_elsewhere(run, 0);
+    expect(other > 0, "a run that nobody has");
+    double start = (double)time(NULL);
+    expect(snapshot_lock(run, 1) == -1 && errno == EWOULDBLOCK, "another process has it: %s", strerror(errno));
+    expect((double)time(NULL) - start < 20.0, "waited for ever");
+    check(other > 0 && kill(other, SIGKILL) == 0 && waitpid(other, NULL, 0) == other, "kill");
+    int lock = snapshot_lock(run, 1);
+    expect(lock >= 0, "its owner was killed: %s", strerror(errno));
+    expect(lock_elsewhere(run, 0) == 0, "two have it");
+    close(lock);
+    other = lock_elsewhere(run, 0);
+    expect(other > 0, "given back");
+    check(other > 0 && kill(other, SIGKILL) == 0 && waitpid(other, NULL, 0) == other, "kill");
+}
+
 static void test_sweep(void) {
     char run[RUN_SIZE];
     fresh_run(run, folder, "sweep");
@@ -806,6 +869,8 @@ int main(void) {
     unit_run(test_leftover);
     unit_run(test_names);
     unit_run(test_prune);
+    unit_run(test_set_aside);
+    unit_run(test_lock);
     unit_run(test_sweep);
     unit_run(test_killed_at_every_call);
     unit_run(test_killed);

@@ -128,6 +128,54 @@ static void check_index(TokenCounter* counter, const int* tokens, int n) {
     free(bucket_start);
 }
 
+// Write `text` to the file FOLDER/NAME, with the folders that it needs.
+static void write_text(const char* folder, const char* name, const char* text) {
+    char path[512];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    for (char* slash = strchr(path + 1, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
+        *slash = 0;
+        mkdir(path, 0700);
+        *slash = '/';
+    }
+    FILE* f = fopen_or_die(path, "w");
+    fwrite_or_die(text, strlen(text), f, path);
+    fclose_or_die(f, path);
+}
+
+static void test_host_memory(void) {
+    char root[] = "/tmp/test_memory_XXXXXX", command[64];
+    check(mkdtemp(root) != NULL, "cannot make a temporary folder");
+    expect(host_memory_available_in(root) == (size_t)4 << 30, "nothing is known: %zu", host_memory_available_in(root));
+    write_text(root, "proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n");
+    expect(host_memory_available_in(root) == 8192000, "available: %zu", host_memory_available_in(root));
+    // a job of a batch system, version 2: its own group has no limit, the one above it has; of its use 700 is cache
+    write_text(root, "proc/self/cgroup", "0::/slurm/job_7/step_0\n");
+    write_text(root, "sys/fs/cgroup/slurm/job_7/step_0/memory.max", "max\n");
+    write_text(root, "sys/fs/cgroup/slurm/job_7/step_0/memory.current", "3000\n");
+    write_text(root, "sys/fs/cgroup/slurm/job_7/memory.max", "5000\n");
+    write_text(root, "sys/fs/cgroup/slurm/job_7/memory.current", "4000\n");
+    write_text(root, "sys/fs/cgroup/slurm/job_7/memory.stat", "anon 1\ninactive_file 700\n");
+    expect(host_memory_available_in(root) == 1700, "version 2, below the root: %zu", host_memory_available_in(root));
+    write_text(root, "sys/fs/cgroup/slurm/job_7/memory.current", "6000\n");
+    expect(host_memory_available_in(root) == 0, "used beyond the limit: %zu", host_memory_available_in(root));
+    // a container: its group is the root of what it sees, whatever its path says
+    write_text(root, "sys/fs/cgroup/memory.max", "900\n");
+    write_text(root, "sys/fs/cgroup/memory.current", "100\n");
+    write_text(root, "proc/self/cgroup", "0::/\n");
+    expect(host_memory_available_in(root) == 800, "version 2, the root: %zu", host_memory_available_in(root));
+    // version 1
+    write_text(root, "proc/self/cgroup", "5:cpu:/\n4:memory:/docker/abc\n0::/none\n");
+    write_text(root, "sys/fs/cgroup/memory.max", "max\n");
+    write_text(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "6000\n");
+    write_text(root, "sys/fs/cgroup/memory/memory.usage_in_bytes", "5500\n");
+    write_text(root, "sys/fs/cgroup/memory/memory.stat", "inactive_file 1\ntotal_inactive_file 30\n");
+    expect(host_memory_available_in(root) == 530, "version 1: %zu", host_memory_available_in(root));
+    write_text(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    expect(host_memory_available_in(root) == 8192000, "version 1, no limit: %zu", host_memory_available_in(root));
+    snprintf(command, sizeof(command), "rm -r %s", root);
+    check(system(command) == 0, "cannot remove '%s'", root);
+}
+
 static void test_token_index(void) {
     enum { V = 50257, N = 4096 };
     static int tokens[N];
@@ -154,6 +202,7 @@ int main(void) {
     unit_run(test_order_and_offsets);
     unit_run(test_properties);
     unit_run(test_memory_plan);
+    unit_run(test_host_memory);
     unit_run(test_token_index);
     return unit_report();
 }
