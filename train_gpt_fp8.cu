@@ -1250,7 +1250,7 @@ static int save_commit(void* save) {
         snapshot_out_end(&out);
         error = snapshot_out_close(&out);
     }
-    snapshot_set_aside(run, c->newest, step); // what does not move stays: the new checkpoint is worth more
+    if (error == 0) { snapshot_set_aside(run, c->newest, step); } // what does not move stays: the new one is worth more
     error = error != 0 ? error : snapshot_commit(run, step);
     if (error == 0) { snapshot_prune(run, c->train->keep, c->train->keep_every); }
     return error;
