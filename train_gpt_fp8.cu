@@ -1389,6 +1389,10 @@ static int load_shard(Model* model, const RunState* state, const char* folder, i
           load_array(model, &in, "v", model->v + *next, share[1], piece, why);
     SnapshotModelSlice slice; // model.bin is for others, but a checkpoint that is taken is whole; one rank looks
     bad = bad || snapshot_in_whole(&in, "model", &slice, sizeof(slice), why);
+    if (!bad && (slice.first != share[0] || slice.count != share[1])) {
+        bad = checkpoint_refuse(why, "'%s' speaks of parameters %llu to %llu in model.bin, want its own share", path,
+                                (unsigned long long)slice.first, (unsigned long long)(slice.first + slice.count));
+    }
     if (!bad && comm_rank(model->comm) == 0) {
         bad = snapshot_check_range(model_path, MODEL_FILE_HEADER_BYTES + 2 * slice.first, 2 * slice.count, slice.hash,
                                    why) ||
