@@ -99,8 +99,8 @@ static inline int64_t memory_read_number(const char* path, const char* key) {
     return value;
 }
 
-// The least memory that the control group `group` ("/a/b") or one above it in the hierarchy mounted at `mount` has left,
-// its file cache counted as free; `least` when that is less. In a container the groups above its own are not there.
+// The least memory that the control group `group` ("/a/b") or one above it in the hierarchy mounted at `mount` has
+// left, its file cache counted as free; `least` when that is less. In a container the groups above its own are not there.
 static inline int64_t memory_left_in_groups(const char* mount, const char* group, int version, int64_t least) {
     const char* limit_file = version == 2 ? "memory.max" : "memory.limit_in_bytes";
     const char* used_file = version == 2 ? "memory.current" : "memory.usage_in_bytes";
@@ -109,7 +109,7 @@ static inline int64_t memory_left_in_groups(const char* mount, const char* group
     for (size_t length = strlen(group);;) {
         int chars = (int)length;
         snprintf(path, sizeof(path), "%s%.*s/%s", mount, chars, group, limit_file);
-        int64_t limit = memory_read_number(path, ""); // "max": no limit; version 1 has a number beyond all memory for it
+        int64_t limit = memory_read_number(path, ""); // "max": no limit; in version 1 a number beyond all memory
         snprintf(path, sizeof(path), "%s%.*s/%s", mount, chars, group, used_file);
         int64_t used = memory_read_number(path, "");
         snprintf(path, sizeof(path), "%s%.*s/memory.stat", mount, chars, group);

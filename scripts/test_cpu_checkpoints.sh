@@ -335,7 +335,7 @@ if [[ $have_mpi ]]; then
     apart() { # FLAG...
         local flags=(-i "$work/train.bin" -j "$work/val.bin" "${shape[@]}" "${settings[@]}" -b 4 -d 512) status=0
         current=apart
-        mpirun --oversubscribe --allow-run-as-root \
+        timeout 60 mpirun --oversubscribe --allow-run-as-root \
             -np 1 "$program" "${flags[@]}" -o "$work/apart0" "$@" : \
             -np 1 "$program" "${flags[@]}" -o "$work/apart1" "$@" >"$work/apart.out" 2>&1 </dev/null || status=$?
         why="exit status $status, want 1"
@@ -412,7 +412,7 @@ damage_for_one_rank() { # FILE OFFSET
     rm -rf "$work/hurt"
     cp -r "$work/ranks" "$work/hurt"
     flip "$work/hurt/step_00000040/$1" "$2" 3
-    launch=("${on_two_ranks[@]}")
+    launch=(timeout 60 "${on_two_ranks[@]}") # ranks that wait for each other would do it for ever
     local status=0
     leg 0 hurt -x 40 -n 20 -d 512 -y 1 || status=1
     launch=()
@@ -420,7 +420,8 @@ damage_for_one_rank() { # FILE OFFSET
         says hurt 'resumed at step 20' && same hurt ranks
 }
 if [[ $have_mpi ]]; then
-    for place in "shard_00000.bin 9000" "shard_00001.bin 9000" "shard_00001.bin -5000" "model.bin 5000"; do # slots, slots, v, weights
+    # slots of rank 0, of rank 1, v, BF16 weights
+    for place in "shard_00000.bin 9000" "shard_00001.bin 9000" "shard_00001.bin -5000" "model.bin 5000"; do
         # shellcheck disable=SC2086 # two words
         verdict "two ranks, a flipped bit in $place: both take the checkpoint before" damage_for_one_rank $place
     done
