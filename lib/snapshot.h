@@ -805,29 +805,41 @@ static inline int snapshot_replace(const char* run, int step) {
 
 // Commit the checkpoint whose files lie, each synced, in the folder of snapshot_begin: rename the folder, then let
 // RUN/latest name it. One of the same step that is there already (a run that went back to an older one) is replaced in
-// one rename and then removed. Returns 0 or errno; at every moment the old or the new one is there.
+// one rename and then removed. Returns 0 or errno; at every moment the old or the new one is there. After a failure the
+// new one has no name again, so that what was announced is what is there.
 static inline int snapshot_commit(const char* run, int step) {
     char tmp[SNAPSHOT_PATH], path[SNAPSHOT_PATH];
     snapshot_tmp_path(tmp, sizeof(tmp), run, step, NULL);
     snapshot_path(path, sizeof(path), run, step, NULL);
     int error = snapshot_sync_folder(tmp);
-    if (error == 0 && rename(tmp, path) != 0) {
+    if (error != 0) {
+        return error;
+    }
+    unsigned flags = 0; // of the rename that was done; RENAME_EXCHANGE: tmp is the old one now
+    if (rename(tmp, path) != 0) {
         error = errno;
         if (error == ENOTEMPTY || error == EEXIST) {
-            error = renameat2(AT_FDCWD, tmp, AT_FDCWD, path, RENAME_EXCHANGE) == 0 ? 0 : errno;
+            flags = RENAME_EXCHANGE;
+            error = renameat2(AT_FDCWD, tmp, AT_FDCWD, path, flags) == 0 ? 0 : errno;
             if (error == EINVAL || error == ENOSYS || error == EOPNOTSUPP) {
                 error = snapshot_replace(run, step);
+                return error != 0 ? error : snapshot_set_latest(run, step);
             }
         }
+        if (error != 0) {
+            return error;
+        }
     }
-    if (error == 0) {
-        error = snapshot_sync_folder(run);
-    }
+    error = snapshot_sync_folder(run);
     if (error == 0) {
         error = snapshot_set_latest(run, step);
     }
     if (error == 0) {
         snapshot_remove_folder(tmp); // the old one, after an exchange
+    } else if (flags == RENAME_EXCHANGE) {
+        renameat2(AT_FDCWD, path, AT_FDCWD, tmp, flags);
+    } else {
+        rename(path, tmp);
     }
     return error;
 }

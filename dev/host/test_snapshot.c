@@ -620,6 +620,23 @@ static void test_prune(void) {
     expect(strcmp(steps_of(run), "90 ") == 0, "without latest: %s", steps_of(run));
 }
 
+// A commit that fails at its last step, `latest`, leaves what was there before it.
+static void test_commit_undone(void) {
+    char run[RUN_SIZE];
+    fresh_run(run, folder, "undone");
+    commit_checkpoint(run, 10, 10);
+    check(mkdir(at("undone/latest.tmp"), 0700) == 0, "mkdir");
+    write_checkpoint(run, 20, 20);
+    expect(snapshot_commit(run, 20) == EISDIR, "latest cannot be written");
+    expect(strcmp(steps_of(run), "10 ") == 0 && snapshot_latest(run) == 10, "a new step: %s", steps_of(run));
+    snapshot_abandon(run, 20);
+    expect(!exists(run, "step_00000020.tmp"), "it is not removed");
+    write_checkpoint(run, 10, 11);
+    expect(snapshot_commit(run, 10) == EISDIR && content_of(run, 10) == 10, "an old step: %s", why);
+    check(rmdir(at("undone/latest.tmp")) == 0, "rmdir");
+    expect(snapshot_commit(run, 10) == 0 && content_of(run, 10) == 11, "in the end: %s", why);
+}
+
 static void test_set_aside(void) {
     char run[RUN_SIZE];
     fresh_run(run, folder, "aside");
@@ -869,6 +886,7 @@ int main(void) {
     unit_run(test_leftover);
     unit_run(test_names);
     unit_run(test_prune);
+    unit_run(test_commit_undone);
     unit_run(test_set_aside);
     unit_run(test_lock);
     unit_run(test_sweep);
