@@ -1741,7 +1741,8 @@ static int lock_output(const TrainConfig* train) {
     int lock = snapshot_lock(train->output_dir, 20);
     const char* run = train->output_dir;
     check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another "
-          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''", run, run);
+          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''; if its machine is dead and a "
+          "network's disk does not know it yet, remove '%s/lock'", run, run, run);
     return lock;
 }
 
