@@ -1049,8 +1049,8 @@ typedef struct {
     int num_steps;       // optimizer steps, those before a resume included
     int first_step;      // steps done before this process
     int steps_done;      // those included
+    int64_t first_tokens; // trained on in those before this process
     uint64_t llmc_rng;   // llm.c's generator before its last update, while we have made none; 0: we have
-    int64_t first_tokens; // trained on in them
     int num_val_batches; // per validation
     double step_floor_s; // what the roofline allows for a step, seconds
     OutlierDetector loss_outliers, norm_outliers;
@@ -1486,7 +1486,11 @@ static const char* resume_data(Run* run, const Resume* resume, const TrainConfig
     case DATA_SAME: return "the next batch follows the last one";
     case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, "
                                 "some of it comes twice and some not";
-    default: return "other files than before: from their beginning";
+    default:
+        if (train->rank == 0) {
+            warning("the training data are other files than before (-i): they are read from their beginning");
+        }
+        return "other files than before: from their beginning";
     }
 }
 
@@ -1544,7 +1548,7 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
     } else {
         logger_open(&run->logger, train, &model->config);
     }
-    logger_log_resume(&run->logger, train, &model->config, resume->step, path, changes);
+    logger_log_resume(&run->logger, train, &model->config, resume->step, path, changes, data);
 }
 
 // Validation and text samples that are due before step `step` trains (or after the last one).
@@ -1593,15 +1597,19 @@ static int reason_to_stop(const Run* run, const Model* model, double next_s) {
     return reason > 1 ? (int)reason - 1 : -(int)reason;
 }
 
-// The last words of a run that stops before its end: its checkpoint. Returns the exit status.
-static int stop_early(Run* run, Model* model, int steps_done, int reason) {
-    if (model->train->output_dir[0] != 0 && run->save.newest != steps_done) {
-        if (run->save.phase == SAVE_NONE || run->save.state.step != steps_done) {
-            save_begin(run, model, steps_done);
-        }
+// The checkpoint of the step that this process ends with: it is waited for, and tried once more when it fails. Is it
+// complete?
+static int save_last(Run* run, Model* model, int steps_done) {
+    for (int tries = 0; tries < 2 && run->save.newest != steps_done; tries++) {
+        if (run->save.phase == SAVE_NONE || run->save.state.step != steps_done) { save_begin(run, model, steps_done); }
         save_poll(run, model, 1);
     }
-    int is_saved = run->save.newest == steps_done;
+    return run->save.newest == steps_done;
+}
+
+// The last words of a run that stops before its end: its checkpoint. Returns the exit status.
+static int stop_early(Run* run, Model* model, int steps_done, int reason) {
+    int is_saved = model->train->output_dir[0] != 0 && save_last(run, model, steps_done);
     if (comm_rank(model->comm) == 0) {
         const char* why = reason > 0 ? stop_signal_name(reason) : "--max-minutes";
         if (is_saved) {
@@ -1669,10 +1677,7 @@ static int train_loop(Run* run, Model* model) {
                         "step\n", step + 1, run->skips_in_a_row, (double)report.loss, (double)report.grad_norm);
             }
             run->skips_in_a_row = 0; // whoever goes on from here has as many again
-            if (train->output_dir[0] != 0) {
-                save_begin(run, model, step + 1);
-                save_poll(run, model, 1);
-            }
+            if (train->output_dir[0] != 0) { save_last(run, model, step + 1); }
             return EXIT_FAILURE;
         }
         save_poll(run, model, 0);
@@ -1682,11 +1687,7 @@ static int train_loop(Run* run, Model* model) {
         if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
     }
     save_poll(run, model, 1);
-    if (train->checkpoint_every > 0 && end > run->first_step && run->save.newest != end) { // one more try
-        save_begin(run, model, end);
-        save_poll(run, model, 1);
-    }
-    int is_saved = train->checkpoint_every == 0 || end == run->first_step || run->save.newest == end;
+    int is_saved = train->checkpoint_every == 0 || end == run->first_step || save_last(run, model, end);
     if (is_first_rank && !is_saved) {
         fflush(stdout);
         fprintf(stderr, "error: the run is over, but there is no checkpoint of its last step %d%s\n", end,
@@ -1827,7 +1828,7 @@ int main(int argc, char** argv) {
         status = train_loop(&run, &model);
         if (rank == 0 && train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
         save_free(&run.save, dev); // the export wants host memory, too
-        if (train.export_llmc[0] != 0) { export_llmc(&run, &model, run.steps_done); }
+        if (train.export_llmc[0] != 0 && status == EXIT_SUCCESS) { export_llmc(&run, &model, run.steps_done); }
         logger_close(&run.logger);
         if (lock >= 0) { close(lock); }
         if (run.has_train) { dataloader_close(&run.train_loader); }

@@ -10,7 +10,7 @@
 //                        {"type": "val", "step", "tokens", "loss"} and {"type": "eval", "step", "accuracy"},
 //                        {"type": "profile", "step", "profile": what profile_write_json writes},
 //                        {"type": "checkpoint", "step", "bytes", "write_s", "gb_per_s", "delay_s"},
-//                        {"type": "resume", "step", "from", "changes", "config"};
+//                        {"type": "resume", "step", "from", "changes", "data", "config"};
 //                        what is not finite or not known is null
 //
 // A run that is continued from a checkpoint continues its logs: lines of steps that will be done again move to
@@ -212,36 +212,45 @@ static inline int logger_is_cut(const char* line, int step) {
     return is_event ? of > step : of >= step;
 }
 
-// Take the lines that logger_is_cut names out of the file at `path` and append them to PATH.cut. The file is replaced by
-// a whole new one; a file that does not exist has nothing to cut.
+// Take the lines that logger_is_cut names out of the file at `path` and append them to PATH.cut; where there is no room
+// for those, a warning says so. What stands before the first of them is not touched: on a full disk this needs no room.
 static inline void logger_cut(const char* path, int step) {
-    FILE* from = fopen(path, "r");
+    FILE* from = fopen(path, "r+");
     if (from == NULL) {
-        check(errno == ENOENT, "cannot open '%s' for reading: %s", path, strerror(errno));
+        check(errno == ENOENT, "cannot open '%s': %s", path, strerror(errno));
         return;
     }
-    size_t length = strlen(path), size = 0;
-    char *kept_path = (char*)malloc_or_die(length + 5), *cut_path = (char*)malloc_or_die(length + 5), *line = NULL;
-    snprintf(kept_path, length + 5, "%s.tmp", path);
-    snprintf(cut_path, length + 5, "%s.cut", path);
-    FILE *kept = fopen_or_die(kept_path, "w"), *cut = NULL;
-    while (getline(&line, &size, from) != -1) {
-        if (!logger_is_cut(line, step)) {
-            fwrite_or_die(line, strlen(line), kept, kept_path);
-            continue;
-        }
-        if (cut == NULL) { cut = fopen_or_die(cut_path, "a"); }
-        fwrite_or_die(line, strlen(line), cut, cut_path);
-        if (strchr(line, '\n') == NULL) { fwrite_or_die("\n", 1, cut, cut_path); }
+    char *line = NULL, *kept = NULL, *cut = NULL;
+    size_t size = 0, kept_bytes = 0, cut_bytes = 0;
+    FILE *keep = open_memstream(&kept, &kept_bytes), *away = open_memstream(&cut, &cut_bytes);
+    check(keep != NULL && away != NULL, "out of host memory for '%s'", path);
+    off_t first_cut = -1;
+    for (off_t at = 0; getline(&line, &size, from) != -1; at = ftello(from)) {
+        int is_cut = logger_is_cut(line, step);
+        if (is_cut && first_cut < 0) { first_cut = at; }
+        if (first_cut >= 0) { fputs(line, is_cut ? away : keep); }
+        if (is_cut && strchr(line, '\n') == NULL) { fputc('\n', away); }
     }
     check(!ferror(from), "cannot read '%s': %s", path, strerror(errno));
+    fclose(keep);
+    fclose(away);
+    if (first_cut >= 0) {
+        size_t length = strlen(path);
+        char* cut_path = (char*)malloc_or_die(length + 5);
+        snprintf(cut_path, length + 5, "%s.cut", path);
+        FILE* to = fopen(cut_path, "a");
+        int put = to != NULL && fwrite(cut, 1, cut_bytes, to) == cut_bytes;
+        if (to != NULL && fclose(to) != 0) { put = 0; }
+        if (!put) { warning("cannot write '%s': %s; lines of steps that are done again are lost", cut_path, strerror(errno)); }
+        free(cut_path);
+        fseeko(from, first_cut, SEEK_SET);
+        check(ftruncate(fileno(from), first_cut) == 0 && fwrite(kept, 1, kept_bytes, from) == kept_bytes &&
+              fflush(from) == 0, "cannot rewrite '%s': %s", path, strerror(errno));
+    }
     fclose(from);
-    if (cut != NULL) { fclose_or_die(cut, cut_path); }
-    fclose_or_die(kept, kept_path);
-    check(rename(kept_path, path) == 0, "cannot move '%s' into place: %s", kept_path, strerror(errno));
     free(line);
-    free(kept_path);
-    free(cut_path);
+    free(kept);
+    free(cut);
 }
 
 // Go on with the log files in train->output_dir at step `step`, as the head of this file says. Ranks and missing folder
@@ -259,9 +268,10 @@ static inline void logger_continue(Logger* logger, const TrainConfig* train, int
     logger_open_files(logger, train, 1);
 }
 
-// The run goes on at step `step` from the checkpoint `from`, with what `changes` says set otherwise (config_changes).
+// The run goes on at step `step` from the checkpoint `from`, with what `changes` says set otherwise (config_changes) and
+// the data where `data` says.
 static inline void logger_log_resume(Logger* logger, const TrainConfig* train, const GptConfig* gpt, int step,
-                                     const char* from, const char* changes) {
+                                     const char* from, const char* changes, const char* data) {
     if (logger->main_log.file == NULL) {
         return;
     }
@@ -269,6 +279,8 @@ static inline void logger_log_resume(Logger* logger, const TrainConfig* train, c
     config_write_json_string(logger->metrics.file, from);
     fprintf(logger->metrics.file, ", \"changes\": ");
     config_write_json_string(logger->metrics.file, changes);
+    fprintf(logger->metrics.file, ", \"data\": ");
+    config_write_json_string(logger->metrics.file, data);
     fprintf(logger->metrics.file, ", \"config_hash\": \"%016llx\", \"config\": ", (unsigned long long)config_hash(train, gpt));
     config_write_json(logger->metrics.file, train, gpt);
     fprintf(logger->metrics.file, "}\n");

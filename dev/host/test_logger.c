@@ -281,7 +281,7 @@ static void test_continue(void) {
         setup(&train, &gpt, path);
         Logger logger;
         logger_continue(&logger, &train, 2);
-        logger_log_resume(&logger, &train, &gpt, 2, "here \"x\"", "precision bf16 -> fp8");
+        logger_log_resume(&logger, &train, &gpt, 2, "here \"x\"", "precision bf16 -> fp8", "on");
         logger_close(&logger);
     }
     setup(&train, &gpt, path);
@@ -299,7 +299,8 @@ static void test_continue(void) {
     char* metrics_cut = read_file("on/metrics.jsonl.cut");
     const char* want = "{\"type\": \"config\", \"config\": {\"step\": 9}}\n{\"type\": \"step\", \"step\": 1, \"loss\": 4}\n"
                        "{\"type\": \"checkpoint\", \"step\": 2}\n{\"type\": \"resume\", \"step\": 1}\n"
-                       "{\"type\": \"resume\", \"step\": 2, \"from\": \"here \\\"x\\\"\", \"changes\": \"precision bf16 -> fp8\", ";
+                       "{\"type\": \"resume\", \"step\": 2, \"from\": \"here \\\"x\\\"\", \"changes\": \"precision bf16 -> fp8\", "
+                       "\"data\": \"on\", ";
     expect(strncmp(metrics, want, strlen(want)) == 0, "metrics:\n%s\nwant:\n%s", metrics, want);
     expect(strstr(metrics, "\n{\"type\": \"val\", \"step\": 2, \"tokens\": 100, \"loss\": 3.5}\n{\"type\": \"checkpoint\", "
                   "\"step\": 2, \"bytes\": 2000000000, \"write_s\": 4, \"gb_per_s\": 0.5, \"delay_s\": 0.5}\n") != NULL,
