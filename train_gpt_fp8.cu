@@ -1377,11 +1377,11 @@ static int load_shard(Model* model, const RunState* state, const char* folder, i
     int bad = snapshot_in_whole(&in, "share", share, sizeof(share), why);
     struct stat st;
     if (!bad && rank == 0 && stat(model_path, &st) == 0 && st.st_size != (off_t)(MODEL_FILE_HEADER_BYTES + 2 * n)) {
-        bad = checkpoint_refuse(why, "'%s' has %lld bytes, want %zu", model_path, (long long)st.st_size,
+        bad = refuse(why, "'%s' has %lld bytes, want %zu", model_path, (long long)st.st_size,
                                 MODEL_FILE_HEADER_BYTES + 2 * n);
     }
     if (!bad && (share[0] != *next || share[1] > n - *next)) {
-        bad = checkpoint_refuse(why, "'%s' holds parameters %llu to %llu, want them from %zu on, of %zu", path,
+        bad = refuse(why, "'%s' holds parameters %llu to %llu, want them from %zu on, of %zu", path,
                  (unsigned long long)share[0], (unsigned long long)(share[0] + share[1]), *next, n);
     }
     bad = bad || load_array(model, &in, "master", model->master + *next, share[1], piece, why) ||
@@ -1390,7 +1390,7 @@ static int load_shard(Model* model, const RunState* state, const char* folder, i
     SnapshotModelSlice slice; // model.bin is for others, but a checkpoint that is taken is whole; one rank looks
     bad = bad || snapshot_in_whole(&in, "model", &slice, sizeof(slice), why);
     if (!bad && (slice.first != share[0] || slice.count != share[1])) {
-        bad = checkpoint_refuse(why, "'%s' speaks of parameters %llu to %llu in model.bin, want its own share", path,
+        bad = refuse(why, "'%s' speaks of parameters %llu to %llu in model.bin, want its own share", path,
                                 (unsigned long long)slice.first, (unsigned long long)(slice.first + slice.count));
     }
     if (!bad && comm_rank(model->comm) == 0) {
@@ -1403,7 +1403,7 @@ static int load_shard(Model* model, const RunState* state, const char* folder, i
         bad = snapshot_in_whole(&in, "slots", slots, (uint64_t)state->num_slots * sizeof(ScaleSlot), why);
         for (int i = 0; !bad && i < state->num_slots; i++) {
             if (!scale_slot_is_sound(&slots[i], (int)state->amax_history)) {
-                bad = checkpoint_refuse(why, "'%s': FP8 slot %d is impossible", path, i);
+                bad = refuse(why, "'%s': FP8 slot %d is impossible", path, i);
             }
         }
     }
@@ -1437,7 +1437,7 @@ static int load_checkpoint(Model* model, const RunState* state, const char* fold
         bad = load_shard(model, state, folder, r, &next, r == rank ? saved : NULL, piece, why);
     }
     if (!bad && next != model->table.num_parameters) {
-        bad = checkpoint_refuse(why, "'%s' has %zu parameters in %d shards, want %zu", folder, next, ranks,
+        bad = refuse(why, "'%s' has %zu parameters in %d shards, want %zu", folder, next, ranks,
                  model->table.num_parameters);
     }
     if (!bad) {
@@ -1508,7 +1508,7 @@ static void resume_run(Run* run, Model* model, Resume* resume) {
     const TrainConfig* train = model->train;
     double start = seconds_now();
     for (;;) {
-        char why[SNAPSHOT_WHY] = "another rank could not read it";
+        char why[WHY_BYTES] = "another rank could not read it";
         check(gpt_equal(&resume->gpt, &model->config), "'%s' holds another model than the newer checkpoints",
               resume->candidates[resume->at].path);
         int bad = resume->config != NULL &&
@@ -1716,7 +1716,7 @@ static void export_llmc(Run* run, Model* model, int steps_done) {
         arrays[i] = (float*)malloc_or_die(n_bytes);
         device_copy_out(model->dev, arrays[i], on_device[i], n_bytes);
     }
-    char why[LLMC_WHY];
+    char why[WHY_BYTES];
     DataPosition at = run->has_train ? data_position(model, &run->train_loader) : DataPosition();
     int error = llmc_write(train->export_llmc, &model->config, steps_done, arrays[0], arrays[1], arrays[2],
                            train->export_llmc_processes, run->has_train ? &run->train_loader : NULL, &at,

@@ -6,7 +6,7 @@
 //
 // Written to PATH.tmp, synced and renamed, so that PATH is always a whole file or absent. On reading magic, version,
 // shape and exact size are checked before anything is allocated. Every function that can fail comes in two: `try`
-// leaves one line in why (CHECKPOINT_WHY bytes) and returns, the other ends the process with that line.
+// leaves one line in why (WHY_BYTES bytes) and returns, the other ends the process with that line.
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
 
@@ -16,12 +16,12 @@
 #include <unistd.h>
 
 #include "config.h"
+#include "files.h"
 #include "fp8.h"
 #include "rng.h"
 #include "tensors.h"
 
 enum { MODEL_FILE_MAGIC = 20240326, MODEL_FILE_FP32 = 3, MODEL_FILE_BF16 = 5, MODEL_FILE_HEADER_BYTES = 1024 };
-enum { CHECKPOINT_WHY = 512 }; // bytes of a line that says why a file was refused or could not be written
 
 // float -> BF16 bits, nearest even; a NaN stays one (its quiet bit is set, so that cutting cannot make it infinite).
 static inline uint16_t bf16_bits_from_float(float x) {
@@ -35,29 +35,20 @@ static inline uint16_t bf16_bits_from_float(float x) {
 // BF16 bits -> float, exact.
 static inline float float_from_bf16_bits(uint16_t bits) { return bits_float((uint32_t)bits << 16); }
 
-// why = the printed line, cut at CHECKPOINT_WHY; returns 1.
-__attribute__((format(printf, 2, 3))) static inline int checkpoint_refuse(char* why, const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    vsnprintf(why, CHECKPOINT_WHY, format, args);
-    va_end(args);
-    return 1;
-}
-
 // Open a regular file for reading and say how long it is. NULL, with the reason in `why`, when there is none.
 static inline FILE* checkpoint_open(const char* path, int64_t* size, char* why) {
     struct stat st;
     if (stat(path, &st) != 0) {
-        checkpoint_refuse(why, "cannot open '%s': %s", path, strerror(errno));
+        refuse(why, "cannot open '%s': %s", path, strerror(errno));
         return NULL;
     }
     if (!S_ISREG(st.st_mode)) { // asked first: opening a pipe would wait for its writer
-        checkpoint_refuse(why, "'%s' is not a regular file", path);
+        refuse(why, "'%s' is not a regular file", path);
         return NULL;
     }
     FILE* f = fopen(path, "rb");
     if (f == NULL) {
-        checkpoint_refuse(why, "cannot open '%s' for reading: %s", path, strerror(errno));
+        refuse(why, "cannot open '%s' for reading: %s", path, strerror(errno));
     }
     *size = (int64_t)st.st_size;
     return f;
@@ -68,28 +59,28 @@ static inline FILE* checkpoint_open(const char* path, int64_t* size, char* why) 
 static inline int checkpoint_check_header(FILE* f, int64_t size, const char* path, GptConfig* gpt, int* version,
                                           char* why) {
     if (size < MODEL_FILE_HEADER_BYTES) {
-        return checkpoint_refuse(why, "'%s' is no llm.c model file: %lld bytes, want a header of %d", path,
+        return refuse(why, "'%s' is no llm.c model file: %lld bytes, want a header of %d", path,
                                  (long long)size, MODEL_FILE_HEADER_BYTES);
     }
     int32_t header[256];
     if (fread(header, sizeof(header), 1, f) != 1) {
-        return checkpoint_refuse(why, "'%s' is truncated or unreadable: no header", path);
+        return refuse(why, "'%s' is truncated or unreadable: no header", path);
     }
     if (header[0] != MODEL_FILE_MAGIC) {
-        return checkpoint_refuse(why, "'%s' is no llm.c model file: first word %d, want %d", path, header[0],
+        return refuse(why, "'%s' is no llm.c model file: first word %d, want %d", path, header[0],
                                  MODEL_FILE_MAGIC);
     }
     if (header[1] != MODEL_FILE_FP32 && header[1] != MODEL_FILE_BF16) {
-        return checkpoint_refuse(why, "'%s' is a model file of version %d, want 5 (BF16) or 3 (FP32)", path, header[1]);
+        return refuse(why, "'%s' is a model file of version %d, want 5 (BF16) or 3 (FP32)", path, header[1]);
     }
     GptConfig found = {header[2], header[3], header[7], header[4], header[5], header[6]};
-    if (gpt_refuse(&found, path, why, CHECKPOINT_WHY) != 0) { // also bounds the products below
+    if (gpt_refuse(&found, path, why, WHY_BYTES) != 0) { // also bounds the products below
         return 1;
     }
     int64_t num_parameters = (int64_t)gpt_num_parameters(&found);
     int64_t want = MODEL_FILE_HEADER_BYTES + num_parameters * (header[1] == MODEL_FILE_BF16 ? 2 : 4);
     if (size != want) {
-        return checkpoint_refuse(why, "'%s' is damaged: %lld bytes, want %lld for the %lld parameters that its header "
+        return refuse(why, "'%s' is damaged: %lld bytes, want %lld for the %lld parameters that its header "
                                  "announces", path, (long long)size, (long long)want, (long long)num_parameters);
     }
     *gpt = found;
@@ -129,7 +120,7 @@ static inline int checkpoint_read_parameters(FILE* f, int version, float* out, s
 }
 
 // Read the model file at `path`: its shape into *gpt and its parameters, widened to FP32, into *params (num_parameters,
-// allocated here, freed by the caller). 0, or 1 with the reason in `why` (CHECKPOINT_WHY); nothing is allocated then.
+// allocated here, freed by the caller). 0, or 1 with the reason in `why` (WHY_BYTES); nothing is allocated then.
 static inline int checkpoint_try_read_model(const char* path, GptConfig* gpt, float** params, char* why) {
     int version = 0;
     FILE* f = checkpoint_open_model(path, gpt, &version, why);
@@ -140,9 +131,9 @@ static inline int checkpoint_try_read_model(const char* path, GptConfig* gpt, fl
     float* out = (float*)malloc(n * sizeof(float));
     int failed = 0;
     if (out == NULL) {
-        failed = checkpoint_refuse(why, "out of host memory: '%s' wants %zu bytes", path, n * sizeof(float));
+        failed = refuse(why, "out of host memory: '%s' wants %zu bytes", path, n * sizeof(float));
     } else if (checkpoint_read_parameters(f, version, out, n) != 0) {
-        failed = checkpoint_refuse(why, "'%s' is truncated or unreadable: wanted %zu parameters", path, n);
+        failed = refuse(why, "'%s' is truncated or unreadable: wanted %zu parameters", path, n);
     }
     fclose(f);
     if (failed) {
@@ -155,7 +146,7 @@ static inline int checkpoint_try_read_model(const char* path, GptConfig* gpt, fl
 
 // Read and check the header of the model file at `path` and its size. Returns the version (3 or 5).
 static inline int checkpoint_read_config(GptConfig* gpt, const char* path) {
-    char why[CHECKPOINT_WHY];
+    char why[WHY_BYTES];
     int version = 0;
     FILE* f = checkpoint_open_model(path, gpt, &version, why);
     check(f != NULL, "%s", why);
@@ -165,12 +156,9 @@ static inline int checkpoint_read_config(GptConfig* gpt, const char* path) {
 
 // checkpoint_try_read_model, or one error line and the end.
 static inline void checkpoint_read_model(const char* path, GptConfig* gpt, float** params) {
-    char why[CHECKPOINT_WHY];
+    char why[WHY_BYTES];
     check(checkpoint_try_read_model(path, gpt, params, why) == 0, "%s", why);
 }
-
-// errno of the call that just failed; EIO where it set none (a short fwrite need not).
-static inline int checkpoint_errno(void) { return errno != 0 ? errno : EIO; }
 
 // Begin the file that will be `path`: PATH.tmp, open for writing, its name in *temporary (freed by checkpoint_finish).
 // NULL on failure: *error is the errno, the reason is in `why`.
@@ -181,8 +169,8 @@ static inline FILE* checkpoint_begin(const char* path, char** temporary, int* er
     memcpy(name + length, ".tmp", 5);
     FILE* f = fopen(name, "wb");
     if (f == NULL) {
-        *error = checkpoint_errno();
-        checkpoint_refuse(why, "cannot open '%s' for writing: %s", name, strerror(*error));
+        *error = errno_or_eio();
+        refuse(why, "cannot open '%s' for writing: %s", name, strerror(*error));
         free(name);
         return NULL;
     }
@@ -195,19 +183,19 @@ static inline FILE* checkpoint_begin(const char* path, char** temporary, int* er
 static inline int checkpoint_finish(FILE* f, char* temporary, const char* path, int error, char* why) {
     errno = 0;
     if (error == 0 && (fflush(f) != 0 || fsync(fileno(f)) != 0)) {
-        error = checkpoint_errno();
+        error = errno_or_eio();
     }
     if (fclose(f) != 0 && error == 0) {
-        error = checkpoint_errno();
+        error = errno_or_eio();
     }
     const char* what = "write";
     if (error == 0 && rename(temporary, path) != 0) {
-        error = checkpoint_errno();
+        error = errno_or_eio();
         what = "move into place";
     }
     if (error != 0) {
         remove(temporary);
-        checkpoint_refuse(why, "cannot %s '%s': %s", what, temporary, strerror(error));
+        refuse(why, "cannot %s '%s': %s", what, temporary, strerror(error));
     }
     free(temporary);
     return error;
@@ -229,7 +217,7 @@ static inline int checkpoint_write_payload(FILE* f, const GptConfig* gpt, const 
     ModelFileHeader header = checkpoint_header(gpt, version);
     errno = 0;
     if (fwrite(&header, sizeof(header), 1, f) != 1) {
-        return checkpoint_errno();
+        return errno_or_eio();
     }
     uint16_t buffer[1 << 15];
     const size_t chunk = sizeof(buffer) / sizeof(buffer[0]);
@@ -246,7 +234,7 @@ static inline int checkpoint_write_payload(FILE* f, const GptConfig* gpt, const 
             put = fwrite(params + done, sizeof(float), count, f);
         }
         if (put != count) {
-            return checkpoint_errno();
+            return errno_or_eio();
         }
     }
     return 0;
@@ -267,12 +255,12 @@ static inline void checkpoint_check_writable(const char* path) {
 
 // Write params (num_parameters) FP32 as an llm.c model file: version MODEL_FILE_BF16 rounds to nearest even,
 // MODEL_FILE_FP32 keeps the bits. `path` appears only when the whole file is on disk. 0, or the errno of what failed
-// and the reason in `why` (CHECKPOINT_WHY).
+// and the reason in `why` (WHY_BYTES).
 static inline int checkpoint_try_write_model(const char* path, const GptConfig* gpt, const float* params, int version,
                                              char* why) {
     check(version == MODEL_FILE_BF16 || version == MODEL_FILE_FP32, "checkpoint_write_model: version %d, want 3 or 5",
           version);
-    if (gpt_refuse(gpt, path, why, CHECKPOINT_WHY) != 0) {
+    if (gpt_refuse(gpt, path, why, WHY_BYTES) != 0) {
         return EINVAL;
     }
     int error;
@@ -286,7 +274,7 @@ static inline int checkpoint_try_write_model(const char* path, const GptConfig* 
 
 // checkpoint_try_write_model, or one error line and the end.
 static inline void checkpoint_write_model(const char* path, const GptConfig* gpt, const float* params, int version) {
-    char why[CHECKPOINT_WHY];
+    char why[WHY_BYTES];
     check(checkpoint_try_write_model(path, gpt, params, version, why) == 0, "%s", why);
 }
 

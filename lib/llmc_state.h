@@ -32,7 +32,6 @@
 #include "checkpoint.h"
 #include "dataloader.h"
 
-enum { LLMC_WHY = CHECKPOINT_WHY }; // bytes of a line that says why something was refused
 enum { LLMC_STATE_MAGIC = 20240527, LLMC_STATE_VERSION = 1, LLMC_STATE_HEADER_BYTES = 1024, LLMC_MT_BYTES = 2520 };
 enum { LLMC_MAX_PROCESSES = 99999, LLMC_MAX_STEP = 999999999 }; // what fits into the names
 enum { LLMC_RNG_START = 13371337 };                             // of rank 0 of a fresh run of llm.c
@@ -55,11 +54,6 @@ typedef struct {
 // FOLDER/model_%08d.bin
 static inline void llmc_model_path(char* out, size_t size, const char* folder, int step) {
     snprintf(out, size, "%s/model_%08d.bin", folder, step);
-}
-
-static inline int llmc_compare_steps(const void* a, const void* b) {
-    int x = *(const int*)a, y = *(const int*)b;
-    return (x > y) - (x < y);
 }
 
 // The steps of the complete checkpoints in `folder` (DONE_%08d), ascending, so the last one is the newest: malloc'ed
@@ -87,7 +81,7 @@ static inline int llmc_steps(const char* folder, int** steps) {
         (*steps)[count++] = step;
     }
     closedir(dir);
-    if (count > 0) { qsort(*steps, (size_t)count, sizeof(int), llmc_compare_steps); }
+    if (count > 0) { qsort(*steps, (size_t)count, sizeof(int), compare_ints); }
     return count;
 }
 
@@ -137,15 +131,15 @@ static inline int llmc_paper_loader(DataLoader* paper, const DataLoader* loader,
         if (num_ranks != loader->options.num_ranks) {
             struct stat st;
             if (stat(loader->paths[i], &st) != 0) {
-                error = checkpoint_errno();
-                checkpoint_refuse(why, "cannot open '%s': %s", loader->paths[i], strerror(error));
+                error = errno_or_eio();
+                refuse(why, "cannot open '%s': %s", loader->paths[i], strerror(error));
                 break;
             }
             int64_t tokens = ((int64_t)st.st_size - TOKEN_FILE_HEADER_BYTES) / 2;
             paper->windows[i] = (int)((tokens - 1) / window_tokens);
             if (paper->windows[i] < 1) {
                 error = EINVAL;
-                checkpoint_refuse(why,
+                refuse(why,
                                   "'%s' is too short for %d processes: %lld tokens, want at least processes * B * "
                                   "T + 1 = %lld",
                                   loader->paths[i], num_ranks, (long long)tokens, (long long)window_tokens + 1);
@@ -242,7 +236,7 @@ static inline uint64_t llmc_shuffle_hash(const unsigned char* section, size_t si
 // or B * T, another seed, number of ranks or way of counting steps; then the data goes on in our order.
 static inline int llmc_data_position(const LlmcState* state, const DataLoader* loader, int64_t batches_done,
                                      DataPosition* at) {
-    char why[LLMC_WHY];
+    char why[WHY_BYTES];
     uint64_t batches = batches_done < 0 ? 0 : (uint64_t)batches_done;
     int num_ranks = loader->options.num_ranks, agrees = batches_done >= 0;
     for (int pass = 0; pass < 2; pass++) { // rank 0, which `state` is about, then ourselves; as many ranks: no error
@@ -315,7 +309,7 @@ static inline int llmc_read_shuffle(LlmcFile* file, int64_t begin, const char* p
     unsigned char* section = (unsigned char*)malloc(size);
     if (section == NULL || fseeko(file->f, (off_t)begin, SEEK_SET) != 0 || fread(section, size, 1, file->f) != 1) {
         free(section);
-        return checkpoint_refuse(why, "'%s': cannot read the %zu bytes of its data order", path, size);
+        return refuse(why, "'%s': cannot read the %zu bytes of its data order", path, size);
     }
     uint64_t S, n;
     memcpy(&S, section, 8);
@@ -330,18 +324,18 @@ static inline int llmc_read_shuffle(LlmcFile* file, int64_t begin, const char* p
     LlmcState* state = &file->state;
     int failed = 0;
     if (!llmc_is_permutation(section + 8, S)) {
-        failed = checkpoint_refuse(why, "'%s' is damaged: its order of %llu shards does not hold each of them once",
+        failed = refuse(why, "'%s' is damaged: its order of %llu shards does not hold each of them once",
                                    path, (unsigned long long)S);
     } else if (!llmc_is_permutation(section + 16 + 4 * S, n)) {
-        failed = checkpoint_refuse(why, "'%s' is damaged: its order of %llu windows does not hold each of them once",
+        failed = refuse(why, "'%s' is damaged: its order of %llu windows does not hold each of them once",
                                    path, (unsigned long long)n);
     } else if (matrix[0] != 0 || matrix[1] != 0x9908B0DFu ||
                (!fresh && (next < 1 || next > MT_SIZE || left != 1 + MT_SIZE - (int32_t)next))) {
-        failed = checkpoint_refuse(why, "'%s' is damaged: its MT19937 has left %d, next %u, matrix %08x %08x", path,
+        failed = refuse(why, "'%s' is damaged: its MT19937 has left %d, next %u, matrix %08x %08x", path,
                                    left, next, matrix[0], matrix[1]);
     } else if (state->shard_index >= S || state->sample_index > n) {
         failed =
-            checkpoint_refuse(why,
+            refuse(why,
                               "'%s' is damaged: %llu windows taken from shard %llu, there are %llu shards, and "
                               "this one has %llu windows",
                               path, (unsigned long long)state->sample_index, (unsigned long long)state->shard_index,
@@ -358,35 +352,35 @@ static inline int llmc_read_shuffle(LlmcFile* file, int64_t begin, const char* p
 static inline int llmc_check_state(LlmcFile* file, const char* path, int step, int rank, const GptConfig* gpt,
                                    char* why) {
     if (file->size < LLMC_STATE_HEADER_BYTES) {
-        return checkpoint_refuse(why, "'%s' is no llm.c state file: %lld bytes, want a header of %d", path,
+        return refuse(why, "'%s' is no llm.c state file: %lld bytes, want a header of %d", path,
                                  (long long)file->size, LLMC_STATE_HEADER_BYTES);
     }
     int32_t header[256];
     if (fread(header, sizeof(header), 1, file->f) != 1) {
-        return checkpoint_refuse(why, "'%s' is truncated or unreadable: no header", path);
+        return refuse(why, "'%s' is truncated or unreadable: no header", path);
     }
     if (header[0] != LLMC_STATE_MAGIC) {
-        return checkpoint_refuse(why, "'%s' is no llm.c state file: first word %d, want %d", path, header[0],
+        return refuse(why, "'%s' is no llm.c state file: first word %d, want %d", path, header[0],
                                  LLMC_STATE_MAGIC);
     }
     if (header[1] != LLMC_STATE_VERSION) {
-        return checkpoint_refuse(why, "'%s' is a state file of version %d, want %d", path, header[1],
+        return refuse(why, "'%s' is a state file of version %d, want %d", path, header[1],
                                  LLMC_STATE_VERSION);
     }
     if (header[2] < 1 || header[2] > LLMC_MAX_PROCESSES || header[3] != rank) {
-        return checkpoint_refuse(why, "'%s' is the state of rank %d of %d, want rank %d", path, header[3], header[2],
+        return refuse(why, "'%s' is the state of rank %d of %d, want rank %d", path, header[3], header[2],
                                  rank);
     }
     if ((header[4] & ~1) != 0 || (header[5] & ~1) != 0) {
-        return checkpoint_refuse(why, "'%s' is damaged: use_master_weights %d, should_shuffle %d, want 0 or 1", path,
+        return refuse(why, "'%s' is damaged: use_master_weights %d, should_shuffle %d, want 0 or 1", path,
                                  header[4], header[5]);
     }
     if (header[10] != step) {
-        return checkpoint_refuse(why, "'%s' says step %d, want %d as in its name", path, header[10], step);
+        return refuse(why, "'%s' says step %d, want %d as in its name", path, header[10], step);
     }
     for (int i = 6; i < 256; i++) {
         if (header[i] != 0 && i != 10 && (i < 20 || i > 23) && (i < 30 || i > 33)) {
-            return checkpoint_refuse(why, "'%s' is damaged: word %d of its header is %d, want 0", path, i, header[i]);
+            return refuse(why, "'%s' is damaged: word %d of its header is %d, want 0", path, i, header[i]);
         }
     }
     LlmcState* state = &file->state;
@@ -409,7 +403,7 @@ static inline int llmc_check_state(LlmcFile* file, const char* path, int step, i
         file->shards = state->num_processes;
     } else {
         int64_t whole = 4 * (2 + (int64_t)state->has_master) * (int64_t)n;
-        return checkpoint_refuse(why,
+        return refuse(why,
                                  "'%s' is damaged or of another model: %lld bytes hold neither the %lld bytes of m, "
                                  "v%s of %zu parameters nor a share of them for %d processes, with header %s",
                                  path, (long long)file->size, (long long)whole, state->has_master ? ", master" : "", n,
@@ -436,7 +430,7 @@ static inline int llmc_check_values(const float* x, const char* what, int is_v, 
         if (isfinite(x[i]) && (!is_v || x[i] >= 0.0f)) { continue; }
         char place[96];
         llmc_name_parameter(place, sizeof(place), table, i);
-        return checkpoint_refuse(why, "'%s' is damaged: %s of %s is %g, want a finite number%s", path, what, place,
+        return refuse(why, "'%s' is damaged: %s of %s is %g, want a finite number%s", path, what, place,
                                  (double)x[i], is_v ? ", not negative" : "");
     }
     return 0;
@@ -455,7 +449,7 @@ static inline int llmc_read_arrays(LlmcFile* file, int rank, const ParameterTabl
             }
         }
     }
-    return failed ? checkpoint_refuse(why, "'%s' is truncated or unreadable", path) : 0;
+    return failed ? refuse(why, "'%s' is truncated or unreadable", path) : 0;
 }
 
 // Compare the weights of the open model file `f`, which stands at the first of them, with the masters: BF16 ones are
@@ -467,7 +461,7 @@ static inline int llmc_join_weights(FILE* f, int version, int has_master, float*
     size_t N = table->num_parameters;
     if (!has_master) {
         if (checkpoint_read_parameters(f, version, master, N) != 0) {
-            return checkpoint_refuse(why, "'%s' is truncated or unreadable", path);
+            return refuse(why, "'%s' is truncated or unreadable", path);
         }
         return llmc_check_values(master, "the weight", 0, table, path, why);
     }
@@ -478,7 +472,7 @@ static inline int llmc_join_weights(FILE* f, int version, int has_master, float*
         size_t count = N - done < CHUNK ? N - done : CHUNK;
         if (checkpoint_read_parameters(f, version, weights, count) != 0) {
             free(weights);
-            return checkpoint_refuse(why, "'%s' is truncated or unreadable", path);
+            return refuse(why, "'%s' is truncated or unreadable", path);
         }
         for (size_t i = 0; i < count; i++) {
             uint32_t weight = float_bits(weights[i]), exact = float_bits(master[done + i]);
@@ -494,7 +488,7 @@ static inline int llmc_join_weights(FILE* f, int version, int has_master, float*
     if (differ == 0) { return 0; }
     char place[96];
     llmc_name_parameter(place, sizeof(place), table, first);
-    return checkpoint_refuse(why,
+    return refuse(why,
                              "'%s' and the state beside it do not belong together, or one is damaged: %zu of %zu "
                              "weights are no rounding of their master, the first: %s (master %g)",
                              path, differ, N, place, (double)master[first]);
@@ -504,14 +498,14 @@ static inline int llmc_join_weights(FILE* f, int version, int has_master, float*
 // [prefix]state_%08d_%05d.bin, one per process): the shape, what the header of rank 0 says, and the flat FP32 arrays
 // master, m and v (num_parameters each, in the order of the parameter table, malloc'ed, freed by the caller). ZeRO-1
 // shares are joined; of whole states rank 0's is taken, the others must be there and agree in header and size.
-// 0, or 1 with one line in `why` (LLMC_WHY): no state, a damaged file, files that do not belong together, no memory;
+// 0, or 1 with one line in `why` (WHY_BYTES): no state, a damaged file, files that do not belong together, no memory;
 // nothing is allocated then.
 static inline int llmc_read(const char* model_path, GptConfig* gpt, LlmcState* state, float** master, float** m,
                             float** v, char* why) {
     size_t begin = 0;
     int step = llmc_step_of_path(model_path, &begin), version = 0;
     if (step < 0) {
-        return checkpoint_refuse(why,
+        return refuse(why,
                                  "'%s' is not named like a checkpoint of llm.c (model_%%08d.bin), so the state that "
                                  "belongs to it is not known",
                                  model_path);
@@ -535,12 +529,12 @@ static inline int llmc_read(const char* model_path, GptConfig* gpt, LlmcState* s
             for (int a = 0; a < 3 && !failed; a++) {
                 arrays[a] = (float*)malloc(bytes);
                 failed = arrays[a] == NULL &&
-                         checkpoint_refuse(why, "out of host memory: '%s' wants 3 x %zu bytes", model_path, bytes);
+                         refuse(why, "out of host memory: '%s' wants 3 x %zu bytes", model_path, bytes);
             }
         }
         if (!failed && (file.state.num_processes != first.state.num_processes || file.shards != first.shards ||
                         file.state.has_master != first.state.has_master)) {
-            failed = checkpoint_refuse(why, "'%s' is of another run than that of rank 0: %d processes, %s, %s", path,
+            failed = refuse(why, "'%s' is of another run than that of rank 0: %d processes, %s, %s", path,
                                        file.state.num_processes, file.shards > 1 ? "a share" : "whole",
                                        file.state.has_master ? "with masters" : "without masters");
         }
@@ -584,17 +578,17 @@ static inline int llmc_write_payload(FILE* f, const int32_t* header, const Param
                                      const float* const* arrays, int rank, int num_processes,
                                      const unsigned char* section, size_t section_bytes) {
     errno = 0;
-    if (fwrite(header, LLMC_STATE_HEADER_BYTES, 1, f) != 1) { return checkpoint_errno(); }
+    if (fwrite(header, LLMC_STATE_HEADER_BYTES, 1, f) != 1) { return errno_or_eio(); }
     for (int a = 0; a < 3; a++) {
         for (int t = 0; t < NUM_TENSORS; t++) {
             size_t n = table->tensor[t].n, share = n / (size_t)num_processes;
             for (int l = 0; l < table->tensor[t].layers; l++) {
                 const float* x = arrays[a] + table->tensor[t].offset + (size_t)l * n + (size_t)rank * share;
-                if (fwrite(x, sizeof(float), share, f) != share) { return checkpoint_errno(); }
+                if (fwrite(x, sizeof(float), share, f) != share) { return errno_or_eio(); }
             }
         }
     }
-    return section_bytes > 0 && fwrite(section, section_bytes, 1, f) != 1 ? checkpoint_errno() : 0;
+    return section_bytes > 0 && fwrite(section, section_bytes, 1, f) != 1 ? errno_or_eio() : 0;
 }
 
 // Write rank's state file into `folder`. `batches`: taken per rank from `loader`'s data when it is dealt to
@@ -648,11 +642,8 @@ static inline int llmc_write_state(const char* folder, const ParameterTable* tab
 
 // Bring the names in `folder` to the disk. Some network file systems cannot and say EINVAL. 0, or errno with why.
 static inline int llmc_sync_folder(const char* folder, char* why) {
-    errno = 0;
-    int fd = open(folder, O_RDONLY | O_DIRECTORY);
-    int error = fd < 0 || (fsync(fd) != 0 && errno != EINVAL) ? checkpoint_errno() : 0;
-    if (fd >= 0) { close(fd); }
-    if (error != 0) { checkpoint_refuse(why, "cannot sync the folder '%s': %s", folder, strerror(error)); }
+    int error = sync_folder(folder);
+    if (error != 0) { refuse(why, "cannot sync the folder '%s': %s", folder, strerror(error)); }
     return error;
 }
 
@@ -671,7 +662,7 @@ static inline int llmc_batches_before(const DataLoader* loader, const DataPositi
         error = EINVAL;
     }
     if (error != 0) {
-        checkpoint_refuse(why, "data position (epoch %llu, shard %llu, window %llu) does not fit the %d shards of '%s'",
+        refuse(why, "data position (epoch %llu, shard %llu, window %llu) does not fit the %d shards of '%s'",
                           (unsigned long long)at->epoch, (unsigned long long)at->shard, (unsigned long long)at->window,
                           loader->num_shards, loader->paths[0]);
     }
@@ -689,7 +680,7 @@ static inline int llmc_batches_before(const DataLoader* loader, const DataPositi
 //                  tokens were seen. NULL: llm.c reads the data unshuffled from its start.
 //   rng_state_last_update  llm.c's generator before its last update (LlmcState has it), from which it rounds the
 //                  masters again; 0: where a fresh run of llm.c begins. Rank r gets this plus r.
-// 0, or errno with one line in `why` (LLMC_WHY) that names the file; EINVAL when the shape does not divide (llm.c stops
+// 0, or errno with one line in `why` (WHY_BYTES) that names the file; EINVAL when the shape does not divide (llm.c stops
 // on that, too). llm.c has a fault of its own: with shards of unequal length it can only continue inside a shard that
 // has as many windows as the first one of its first epoch. Then the files are written, 0 comes back, and `why` says so;
 // else `why` is empty after success.
@@ -697,10 +688,10 @@ static inline int llmc_write(const char* folder, const GptConfig* gpt, int step,
                              const float* v, int num_processes, const DataLoader* loader, const DataPosition* at,
                              uint64_t rng_state_last_update, char* why) {
     why[0] = 0;
-    if (gpt_refuse(gpt, folder, why, LLMC_WHY) != 0) { return EINVAL; }
+    if (gpt_refuse(gpt, folder, why, WHY_BYTES) != 0) { return EINVAL; }
     if (step < 0 || step > LLMC_MAX_STEP || num_processes < 1 || num_processes > LLMC_MAX_PROCESSES ||
         gpt->channels % num_processes != 0) {
-        checkpoint_refuse(why,
+        refuse(why,
                           "'%s': step %d for %d processes, want a step from 0 to %d and a number of processes that "
                           "divides the %d channels",
                           folder, step, num_processes, LLMC_MAX_STEP, gpt->channels);
@@ -712,16 +703,16 @@ static inline int llmc_write(const char* folder, const GptConfig* gpt, int step,
         if (error != 0) { return error; }
     }
     if (mkdir(folder, 0777) != 0 && errno != EEXIST) {
-        int error = checkpoint_errno();
-        checkpoint_refuse(why, "cannot make the folder '%s': %s", folder, strerror(error));
+        int error = errno_or_eio();
+        refuse(why, "cannot make the folder '%s': %s", folder, strerror(error));
         return error;
     }
     size_t size = strlen(folder) + 48;
     char* path = (char*)malloc_or_die(size);
     snprintf(path, size, "%s/DONE_%08d", folder, step);
-    int error = remove(path) != 0 && errno != ENOENT ? checkpoint_errno() : 0;
+    int error = remove(path) != 0 && errno != ENOENT ? errno_or_eio() : 0;
     if (error != 0) {
-        checkpoint_refuse(why, "cannot remove '%s': %s", path, strerror(error));
+        refuse(why, "cannot remove '%s': %s", path, strerror(error));
     } else {
         llmc_model_path(path, size, folder, step);
         error = checkpoint_try_write_model(path, gpt, master, MODEL_FILE_BF16, why);
@@ -738,13 +729,13 @@ static inline int llmc_write(const char* folder, const GptConfig* gpt, int step,
     if (error == 0) {
         snprintf(path, size, "%s/DONE_%08d", folder, step);
         FILE* done = fopen(path, "wb"); // not by a temporary name: llm.c takes every DONE_... for the mark
-        error = done == NULL || fclose(done) != 0 ? checkpoint_errno() : 0;
-        if (error != 0) { checkpoint_refuse(why, "cannot write '%s': %s", path, strerror(error)); }
+        error = done == NULL || fclose(done) != 0 ? errno_or_eio() : 0;
+        if (error != 0) { refuse(why, "cannot write '%s': %s", path, strerror(error)); }
         error = error != 0 ? error : llmc_sync_folder(folder, why);
     }
     free(path);
     if (error == 0 && llmc_refuses) {
-        checkpoint_refuse(why,
+        refuse(why,
                           "'%s': llm.c will not continue step %d: the shards differ in length, and it only can inside "
                           "one that has as many windows as the first of its first epoch",
                           folder, step);

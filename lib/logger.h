@@ -28,6 +28,7 @@
 #include <unistd.h>
 
 #include "config.h"
+#include "files.h"
 #include "profile.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -119,24 +120,6 @@ typedef struct {
     LogFile main_log, metrics;
 } Logger;
 
-// Make the folder `path` with its parents. An error names what is in the way.
-static inline void logger_make_folder(const char* path) {
-    size_t length = strlen(path);
-    char* part = (char*)malloc_or_die(length + 1);
-    for (size_t i = 1; i <= length; i++) {
-        if (path[i] == '/' || path[i] == 0) {
-            memcpy(part, path, i);
-            part[i] = 0;
-            struct stat st;
-            check(mkdir(part, 0777) == 0 || errno == EEXIST, "cannot make the output folder '%s': %s", part,
-                  strerror(errno));
-            check(stat(part, &st) == 0 && S_ISDIR(st.st_mode), "cannot make the output folder '%s': '%s' is a file",
-                  path, part);
-        }
-    }
-    free(part);
-}
-
 static inline char* logger_path(const char* folder, const char* name) {
     size_t size = strlen(folder) + strlen(name) + 2;
     char* path = (char*)malloc_or_die(size);
@@ -179,7 +162,9 @@ static inline void logger_open_file(LogFile* log, const char* folder, const char
 }
 
 static inline void logger_open_files(Logger* logger, const TrainConfig* train, int keep) {
-    logger_make_folder(train->output_dir);
+    int error = make_folders(train->output_dir);
+    check(error == 0, "cannot make the output folder '%s': %s", train->output_dir,
+          error == ENOTDIR ? "something on this path is a file" : strerror(error));
     logger_open_file(&logger->main_log, train->output_dir, "main.log", keep);
     logger_open_file(&logger->metrics, train->output_dir, "metrics.jsonl", keep);
 }

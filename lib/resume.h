@@ -130,7 +130,7 @@ static inline void resume_find(Resume* resume, const TrainConfig* train, int spe
     free(steps);
 }
 
-// The head of our checkpoint. 0, or 1 with the reason in why (SNAPSHOT_WHY).
+// The head of our checkpoint. 0, or 1 with the reason in why (WHY_BYTES).
 static inline int resume_read_head(Resume* resume, const char* folder, char* why) {
     char path[SNAPSHOT_PATH];
     snprintf(path, sizeof(path), "%s/common.bin", folder);
@@ -140,7 +140,7 @@ static inline int resume_read_head(Resume* resume, const char* folder, char* why
     int64_t length = snapshot_in_bytes(&in, "config");
     int bad = snapshot_in_whole(&in, "run", &state, sizeof(state), why) || run_state_check(&state, path, why);
     if (!bad && (length < 0 || length > 1 << 20)) {
-        bad = checkpoint_refuse(why, "'%s' has settings of %lld bytes, want 0 to %d", path, (long long)length, 1 << 20);
+        bad = refuse(why, "'%s' has settings of %lld bytes, want 0 to %d", path, (long long)length, 1 << 20);
     }
     char* config = bad ? NULL : (char*)calloc_or_die((size_t)length + 1, 1);
     bad = bad || snapshot_in_whole(&in, "config", config, (uint64_t)length, why);
@@ -182,7 +182,7 @@ static inline int resume_open(Resume* resume) {
     if (resume->num_candidates == 0) { return 0; }
     while (resume->at < resume->num_candidates) {
         const ResumeCandidate* candidate = &resume->candidates[resume->at];
-        char why[CHECKPOINT_WHY] = "";
+        char why[WHY_BYTES] = "";
         int bad = candidate->is_llmc ? llmc_read(candidate->path, &resume->gpt, &resume->llmc, &resume->master, &resume->m,
                                                  &resume->v, why)
                                      : resume_read_head(resume, candidate->path, why);

@@ -48,7 +48,7 @@ static inline GptConfig run_state_shape(const RunState* state) {
     return gpt;
 }
 
-// 0 when `state` is one that a run can have written, else 1 with one line in why (CHECKPOINT_WHY) that names `path`.
+// 0 when `state` is one that a run can have written, else 1 with one line in why (WHY_BYTES) that names `path`.
 static inline int run_state_check(const RunState* state, const char* path, char* why) {
     const int64_t counts[][3] = { // value, least, most
         {state->step, 0, INT_MAX},         {state->num_updates, 0, state->step},
@@ -59,38 +59,38 @@ static inline int run_state_check(const RunState* state, const char* path, char*
     };
     const OutlierDetector* detectors[] = {&state->loss_outliers, &state->norm_outliers};
     if (state->version != RUN_STATE_VERSION) {
-        return checkpoint_refuse(why, "'%s' is a checkpoint of version %lld, want %d", path, (long long)state->version,
+        return refuse(why, "'%s' is a checkpoint of version %lld, want %d", path, (long long)state->version,
                  RUN_STATE_VERSION);
     }
     for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
         if (counts[i][0] < counts[i][1] || counts[i][0] > counts[i][2]) {
-            return checkpoint_refuse(why, "'%s' is damaged: a counter of the run (number %zu) is %lld, want %lld to %lld",
+            return refuse(why, "'%s' is damaged: a counter of the run (number %zu) is %lld, want %lld to %lld",
                                      path, i, (long long)counts[i][0], (long long)counts[i][1], (long long)counts[i][2]);
         }
     }
     for (int i = 0; i < 2; i++) {
         const OutlierDetector* d = detectors[i];
         if (d->count < 0 || d->count > OUTLIER_WINDOW || d->next < 0 || d->next >= OUTLIER_WINDOW) {
-            return checkpoint_refuse(why, "'%s' is damaged: %d values and place %d in a window of %d", path, d->count, d->next,
+            return refuse(why, "'%s' is damaged: %d values and place %d in a window of %d", path, d->count, d->next,
                      OUTLIER_WINDOW);
         }
     }
     if (state->amax_history > AMAX_HISTORY_MAX || state->slot_bytes != (int64_t)sizeof(ScaleSlot)) {
-        return checkpoint_refuse(why, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
+        return refuse(why, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
                  (long long)state->amax_history, (long long)state->slot_bytes, AMAX_HISTORY_MAX, sizeof(ScaleSlot));
     }
     const int64_t* shape = &state->max_seq_len;
     for (int i = 0; i < 6; i++) {
         if (shape[i] < 0 || shape[i] > INT_MAX) {
-            return checkpoint_refuse(why, "'%s' is damaged: a dimension of the model is %lld", path, (long long)shape[i]);
+            return refuse(why, "'%s' is damaged: a dimension of the model is %lld", path, (long long)shape[i]);
         }
     }
     GptConfig gpt = run_state_shape(state);
-    if (gpt_refuse(&gpt, path, why, CHECKPOINT_WHY) != 0) { return 1; }
+    if (gpt_refuse(&gpt, path, why, WHY_BYTES) != 0) { return 1; }
     int64_t slots = state->num_layers * 12; // and three of the FP8 head
     if (state->num_parameters != (int64_t)gpt_num_parameters(&gpt) ||
         (state->num_slots != slots && state->num_slots != slots + 3)) {
-        return checkpoint_refuse(why, "'%s' announces %lld parameters and %lld FP8 slots, want %zu and %lld or %lld", path,
+        return refuse(why, "'%s' announces %lld parameters and %lld FP8 slots, want %zu and %lld or %lld", path,
                                  (long long)state->num_parameters, (long long)state->num_slots, gpt_num_parameters(&gpt),
                                  (long long)slots, (long long)slots + 3);
     }

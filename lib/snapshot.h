@@ -26,6 +26,7 @@
 #define SNAPSHOT_H
 
 #include "check.h"
+#include "files.h"
 
 #include <assert.h>
 #include <dirent.h>
@@ -47,7 +48,7 @@
 #error "the structs below are written as they lie in memory: little-endian machines only"
 #endif
 
-enum { SNAPSHOT_WHY = 512, SNAPSHOT_MAX_SECTIONS = 32, SNAPSHOT_ALIGN = 4096 };
+enum { SNAPSHOT_MAX_SECTIONS = 32, SNAPSHOT_ALIGN = 4096 };
 enum { SNAPSHOT_VERSION = 1, SNAPSHOT_PATH = 4096, SNAPSHOT_CHUNK = 1 << 20 };
 
 static const char SNAPSHOT_MAGIC[9] = "GPTFP8CK";
@@ -261,15 +262,6 @@ typedef struct {
     SnapshotHeader header;
 } SnapshotIn;
 
-// One line into why (SNAPSHOT_WHY bytes). Returns 1, so that a reader can return it.
-__attribute__((format(printf, 2, 3))) static inline int snapshot_why(char* why, const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    vsnprintf(why, SNAPSHOT_WHY, format, args);
-    va_end(args);
-    return 1;
-}
-
 // Read exactly `bytes` at `offset`; `path` is for the line.
 static inline int snapshot_pread(int fd, const char* path, void* to, size_t bytes, uint64_t offset, char* why) {
     char* at = (char*)to;
@@ -279,11 +271,11 @@ static inline int snapshot_pread(int fd, const char* path, void* to, size_t byte
             continue;
         }
         if (got < 0) {
-            return snapshot_why(why, "cannot read '%s' at byte %llu: %s", path, (unsigned long long)offset,
+            return refuse(why, "cannot read '%s' at byte %llu: %s", path, (unsigned long long)offset,
                                 strerror(errno));
         }
         if (got == 0) {
-            return snapshot_why(why, "'%s' ends at byte %llu, want %zu more", path, (unsigned long long)offset, bytes);
+            return refuse(why, "'%s' ends at byte %llu, want %zu more", path, (unsigned long long)offset, bytes);
         }
         at += got;
         bytes -= (size_t)got;
@@ -298,9 +290,9 @@ static inline int snapshot_open_file(const char* path, uint64_t* bytes, char* wh
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
-        snapshot_why(why, "cannot open '%s': %s", path, strerror(errno));
+        refuse(why, "cannot open '%s': %s", path, strerror(errno));
     } else if (!S_ISREG(st.st_mode)) {
-        snapshot_why(why, "'%s' is not a regular file", path);
+        refuse(why, "'%s' is not a regular file", path);
     } else {
         *bytes = (uint64_t)st.st_size;
         return fd;
@@ -328,48 +320,48 @@ static inline int snapshot_name_is_sound(const char name[16]) {
 // Is the header h of the file `path`, which has `bytes`, what this program writes? Nothing in it is trusted.
 static inline int snapshot_check_header(const SnapshotHeader* h, const char* path, uint64_t bytes, char* why) {
     if (memcmp(h->magic, SNAPSHOT_MAGIC, sizeof(h->magic)) != 0) {
-        return snapshot_why(why, "'%s' is no checkpoint file, or was never finished: it does not begin with %s", path,
+        return refuse(why, "'%s' is no checkpoint file, or was never finished: it does not begin with %s", path,
                             SNAPSHOT_MAGIC);
     }
     if (h->version != SNAPSHOT_VERSION) {
-        return snapshot_why(why, "'%s' is a checkpoint file of version %u, want %d", path, h->version,
+        return refuse(why, "'%s' is a checkpoint file of version %u, want %d", path, h->version,
                             SNAPSHOT_VERSION);
     }
     uint64_t hash = snapshot_header_hash(h);
     if (hash != h->hash) {
-        return snapshot_why(why, "'%s' is damaged: hash of the header %016llx, want %016llx", path,
+        return refuse(why, "'%s' is damaged: hash of the header %016llx, want %016llx", path,
                             (unsigned long long)hash, (unsigned long long)h->hash);
     }
     if (bytes != h->file_bytes) {
-        return snapshot_why(why, "'%s' is damaged: %llu bytes, want the %llu that its header announces", path,
+        return refuse(why, "'%s' is damaged: %llu bytes, want the %llu that its header announces", path,
                             (unsigned long long)bytes, (unsigned long long)h->file_bytes);
     }
     if (h->num_sections > SNAPSHOT_MAX_SECTIONS) {
-        return snapshot_why(why, "'%s' is damaged: %u sections, want at most %d", path, h->num_sections,
+        return refuse(why, "'%s' is damaged: %u sections, want at most %d", path, h->num_sections,
                             SNAPSHOT_MAX_SECTIONS);
     }
     uint64_t end = SNAPSHOT_ALIGN; // of what is accounted for, a multiple of SNAPSHOT_ALIGN, never beyond `bytes`
     for (uint32_t i = 0; i < h->num_sections; i++) {
         const SnapshotSection* section = &h->section[i];
         if (!snapshot_name_is_sound(section->name)) {
-            return snapshot_why(why, "'%s' is damaged: section %u has no sound name", path, i);
+            return refuse(why, "'%s' is damaged: section %u has no sound name", path, i);
         }
         if (snapshot_find(h, section->name) != (int)i) {
-            return snapshot_why(why, "'%s' is damaged: two sections '%s', want one", path, section->name);
+            return refuse(why, "'%s' is damaged: two sections '%s', want one", path, section->name);
         }
         if (section->offset != end) {
-            return snapshot_why(why, "'%s' is damaged: section '%s' begins at byte %llu, want %llu", path,
+            return refuse(why, "'%s' is damaged: section '%s' begins at byte %llu, want %llu", path,
                                 section->name, (unsigned long long)section->offset, (unsigned long long)end);
         }
         if (section->bytes > bytes - end || snapshot_filling(section->bytes) > bytes - end - section->bytes) {
-            return snapshot_why(why, "'%s' is damaged: section '%s' of %llu bytes at byte %llu, but the file has %llu",
+            return refuse(why, "'%s' is damaged: section '%s' of %llu bytes at byte %llu, but the file has %llu",
                                 path, section->name, (unsigned long long)section->bytes, (unsigned long long)end,
                                 (unsigned long long)bytes);
         }
         end += section->bytes + snapshot_filling(section->bytes);
     }
     if (end != bytes) {
-        return snapshot_why(why, "'%s' is damaged: its sections end at byte %llu, the file at %llu", path,
+        return refuse(why, "'%s' is damaged: its sections end at byte %llu, the file at %llu", path,
                             (unsigned long long)end, (unsigned long long)bytes);
     }
     return 0;
@@ -386,7 +378,7 @@ static inline void snapshot_in_close(SnapshotIn* in) {
 }
 
 // Open the container file `path` and check its header, its table and its size; no section is read yet. Returns 0, or 1
-// with one line in why (SNAPSHOT_WHY bytes): nothing is then left open.
+// with one line in why (WHY_BYTES bytes): nothing is then left open.
 static inline int snapshot_in_open(SnapshotIn* in, const char* path, char* why) {
     memset(in, 0, sizeof(*in));
     in->section = -1;
@@ -397,7 +389,7 @@ static inline int snapshot_in_open(SnapshotIn* in, const char* path, char* why) 
     }
     int failed;
     if (bytes < SNAPSHOT_ALIGN) {
-        failed = snapshot_why(why, "'%s' is no checkpoint file: %llu bytes, want a header of %d", path,
+        failed = refuse(why, "'%s' is no checkpoint file: %llu bytes, want a header of %d", path,
                               (unsigned long long)bytes, SNAPSHOT_ALIGN);
     } else {
         failed = snapshot_pread(in->fd, path, &in->header, sizeof(in->header), 0, why) ||
@@ -424,10 +416,10 @@ static inline int snapshot_in_begin(SnapshotIn* in, const char* name, uint64_t w
     int i = snapshot_find(&in->header, name);
     in->section = -1;
     if (i < 0) {
-        return snapshot_why(why, "'%s' has no section '%s'", in->path ? in->path : "a file that is not open", name);
+        return refuse(why, "'%s' has no section '%s'", in->path ? in->path : "a file that is not open", name);
     }
     if (in->header.section[i].bytes != want_bytes) {
-        return snapshot_why(why, "'%s': section '%s' has %llu bytes, want %llu", in->path, name,
+        return refuse(why, "'%s': section '%s' has %llu bytes, want %llu", in->path, name,
                             (unsigned long long)in->header.section[i].bytes, (unsigned long long)want_bytes);
     }
     in->section = i;
@@ -439,11 +431,11 @@ static inline int snapshot_in_begin(SnapshotIn* in, const char* name, uint64_t w
 // The next `bytes` of the section. They are not to be believed before snapshot_in_end has said so.
 static inline int snapshot_in_read(SnapshotIn* in, void* to, size_t bytes, char* why) {
     if (in->section < 0) {
-        return snapshot_why(why, "'%s': no section is open", in->path ? in->path : "a file that is not open");
+        return refuse(why, "'%s': no section is open", in->path ? in->path : "a file that is not open");
     }
     const SnapshotSection* section = &in->header.section[in->section];
     if (bytes > section->bytes - in->done) {
-        return snapshot_why(why, "'%s': section '%s' has %llu bytes left, want %zu", in->path, section->name,
+        return refuse(why, "'%s': section '%s' has %llu bytes left, want %zu", in->path, section->name,
                             (unsigned long long)(section->bytes - in->done), bytes);
     }
     for (size_t read = 0; read < bytes;) {
@@ -462,12 +454,12 @@ static inline int snapshot_in_read(SnapshotIn* in, void* to, size_t bytes, char*
 // The section has been read to its end, and its hash is right.
 static inline int snapshot_in_end(SnapshotIn* in, char* why) {
     if (in->section < 0) {
-        return snapshot_why(why, "'%s': no section is open", in->path ? in->path : "a file that is not open");
+        return refuse(why, "'%s': no section is open", in->path ? in->path : "a file that is not open");
     }
     const SnapshotSection* section = &in->header.section[in->section];
     in->section = -1;
     if (in->done != section->bytes) {
-        return snapshot_why(why, "'%s': %llu bytes of section '%s' were read, want all %llu", in->path,
+        return refuse(why, "'%s': %llu bytes of section '%s' were read, want all %llu", in->path,
                             (unsigned long long)in->done, section->name, (unsigned long long)section->bytes);
     }
     unsigned char filling[SNAPSHOT_ALIGN];
@@ -478,7 +470,7 @@ static inline int snapshot_in_end(SnapshotIn* in, char* why) {
     XXH3_64bits_update(in->hash, filling, bytes);
     uint64_t hash = XXH3_64bits_digest(in->hash);
     if (hash != section->hash) {
-        return snapshot_why(why, "'%s' is damaged: hash of section '%s' %016llx, want %016llx", in->path, section->name,
+        return refuse(why, "'%s' is damaged: hash of section '%s' %016llx, want %016llx", in->path, section->name,
                             (unsigned long long)hash, (unsigned long long)section->hash);
     }
     return 0;
@@ -500,7 +492,7 @@ static inline int snapshot_check_range(const char* path, uint64_t offset, uint64
     }
     int failed = 0;
     if (offset > file_bytes || bytes > file_bytes - offset) {
-        failed = snapshot_why(why, "'%s' is damaged: %llu bytes, want %llu at byte %llu", path,
+        failed = refuse(why, "'%s' is damaged: %llu bytes, want %llu at byte %llu", path,
                               (unsigned long long)file_bytes, (unsigned long long)bytes, (unsigned long long)offset);
     }
     void* buffer = malloc_or_die(SNAPSHOT_CHUNK);
@@ -517,7 +509,7 @@ static inline int snapshot_check_range(const char* path, uint64_t offset, uint64
     }
     uint64_t found = XXH3_64bits_digest(state);
     if (!failed && found != hash) {
-        failed = snapshot_why(why, "'%s' is damaged: hash of the %llu bytes at byte %llu %016llx, want %016llx", path,
+        failed = refuse(why, "'%s' is damaged: hash of the %llu bytes at byte %llu %016llx, want %016llx", path,
                               (unsigned long long)bytes, (unsigned long long)offset, (unsigned long long)found,
                               (unsigned long long)hash);
     }
@@ -568,48 +560,6 @@ static inline int snapshot_is_folder(const char* path) {
     return lstat(path, &st) == 0 && S_ISDIR(st.st_mode);
 }
 
-// fsync a folder: the names in it are then on disk. Returns 0, also where the file system cannot do it, or errno.
-static inline int snapshot_sync_folder(const char* path) {
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) {
-        return errno;
-    }
-    int error = fsync(fd) == 0 || errno == EINVAL ? 0 : errno;
-    close(fd);
-    return error;
-}
-
-// Make the folder `path` with its parents; each new one is synced into its parent. Returns 0 or errno.
-static inline int snapshot_make_folders(const char* path) {
-    char part[SNAPSHOT_PATH], parent[SNAPSHOT_PATH] = ".";
-    size_t length = strlen(path);
-    if (length >= sizeof(part)) {
-        return ENAMETOOLONG;
-    }
-    for (size_t i = 1; i <= length; i++) {
-        if (path[i] != '/' && path[i] != 0) {
-            continue;
-        }
-        memcpy(part, path, i);
-        part[i] = 0;
-        struct stat st;
-        if (stat(part, &st) != 0) {
-            if (mkdir(part, 0777) == 0) {
-                int error = snapshot_sync_folder(parent);
-                if (error != 0) {
-                    return error;
-                }
-            } else if (errno != EEXIST) { // EEXIST: another rank was faster
-                return errno;
-            }
-        } else if (!S_ISDIR(st.st_mode)) {
-            return ENOTDIR;
-        }
-        memcpy(parent, part, i + 1);
-    }
-    return 0;
-}
-
 // Names that a checkpoint's folder may hold, and that are removed with it.
 static inline int snapshot_is_own_file(const char* name) {
     size_t length = strlen(name);
@@ -649,11 +599,6 @@ static inline int snapshot_remove_folder(const char* path) {
     return rmdir(path) == 0 ? 0 : errno;
 }
 
-static inline int snapshot_compare_steps(const void* a, const void* b) {
-    int x = *(const int*)a, y = *(const int*)b;
-    return (x > y) - (x < y);
-}
-
 // Steps of the folders RUN/step_%08d<suffix>, ascending, into *steps (allocated here, freed by the caller). Returns how
 // many; 0 when RUN cannot be read.
 static inline int snapshot_list(const char* run, const char* suffix, int** steps) {
@@ -682,7 +627,7 @@ static inline int snapshot_list(const char* run, const char* suffix, int** steps
     }
     closedir(folder);
     if (count > 0) {
-        qsort(*steps, (size_t)count, sizeof(int), snapshot_compare_steps);
+        qsort(*steps, (size_t)count, sizeof(int), compare_ints);
     }
     return count;
 }
@@ -759,7 +704,7 @@ static inline int snapshot_set_latest(const char* run, int step) {
         unlink(aside);
         return error;
     }
-    return snapshot_sync_folder(run);
+    return sync_folder(run);
 }
 
 // Make RUN, with its parents, and in it the empty folder for the checkpoint of `step`; what a killed run left of that
@@ -767,7 +712,7 @@ static inline int snapshot_set_latest(const char* run, int step) {
 static inline int snapshot_begin(const char* run, int step) {
     char tmp[SNAPSHOT_PATH];
     snapshot_tmp_path(tmp, sizeof(tmp), run, step, NULL);
-    int error = snapshot_make_folders(run);
+    int error = make_folders(run);
     if (error == 0) {
         error = snapshot_remove_folder(tmp);
     }
@@ -795,7 +740,7 @@ static inline int snapshot_replace(const char* run, int step) {
         }
     }
     if (error == 0) {
-        error = snapshot_sync_folder(run);
+        error = sync_folder(run);
     }
     if (error == 0) {
         snapshot_remove_folder(aside); // what stays of it, snapshot_sweep removes
@@ -811,7 +756,7 @@ static inline int snapshot_commit(const char* run, int step) {
     char tmp[SNAPSHOT_PATH], path[SNAPSHOT_PATH];
     snapshot_tmp_path(tmp, sizeof(tmp), run, step, NULL);
     snapshot_path(path, sizeof(path), run, step, NULL);
-    int error = snapshot_sync_folder(tmp);
+    int error = sync_folder(tmp);
     if (error != 0) {
         return error;
     }
@@ -830,7 +775,7 @@ static inline int snapshot_commit(const char* run, int step) {
             return error;
         }
     }
-    error = snapshot_sync_folder(run);
+    error = sync_folder(run);
     if (error == 0) {
         error = snapshot_set_latest(run, step);
     }
@@ -896,7 +841,7 @@ static inline void snapshot_prune(const char* run, int keep, int keep_every) {
         snapshot_path(path, sizeof(path), run, steps[i], NULL);
         snapshot_tmp_path(tmp, sizeof(tmp), run, steps[i], NULL);
         snapshot_remove_folder(tmp);
-        if (rename(path, tmp) == 0 && snapshot_sync_folder(run) == 0) {
+        if (rename(path, tmp) == 0 && sync_folder(run) == 0) {
             snapshot_remove_folder(tmp);
         }
     }
@@ -914,7 +859,7 @@ static inline void snapshot_sweep(const char* run) {
         if (snapshot_is_folder(path)) {
             snapshot_remove_folder(aside);
         } else if (rename(aside, path) == 0) {
-            snapshot_sync_folder(run);
+            sync_folder(run);
         }
     }
     free(steps);

@@ -54,7 +54,7 @@ static void llmc_prepare(void) {
         fwrite_or_die(tokens, sizeof(tokens), f, path);
         fclose_or_die(f, path);
     }
-    char why[LLMC_WHY];
+    char why[WHY_BYTES];
     for (int processes = 1; processes <= 2; processes++) {
         DataLoader loader = llmc_loader(0, processes);
         for (int i = 0; i < LLMC_FUZZ_BATCHES; i++) {
@@ -146,7 +146,7 @@ static void llmc_state_run(const uint8_t* data, size_t size) {
     GptConfig shape;
     LlmcState state;
     float *master, *m, *v;
-    char why[LLMC_WHY] = "";
+    char why[WHY_BYTES] = "";
     if (llmc_read(fuzz_path("model_00000007.bin"), &shape, &state, &master, &m, &v, why) != 0) {
         fuzz_refused(why);
         return;

@@ -21,7 +21,7 @@ static void model_file_run(const uint8_t* data, size_t size) {
     }
     GptConfig shape, shape_only;
     float* params;
-    char why[CHECKPOINT_WHY] = "";
+    char why[WHY_BYTES] = "";
     if (checkpoint_try_read_model(path, &shape, &params, why) != 0) {
         fuzz_refused(why);
         return;

@@ -86,7 +86,7 @@ static void run_state_head(FuzzInput in, int is_damaged) {
 
     Resume resume;
     memset(&resume, 0, sizeof(resume));
-    char why[SNAPSHOT_WHY] = "";
+    char why[WHY_BYTES] = "";
     if (resume_read_head(&resume, fuzz.folder, why) != 0) {
         dataloader_close(&loader);
         fuzz_refused(why);

@@ -96,7 +96,7 @@ static void snapshot_write_again(const SnapshotIn* in, size_t size) {
 }
 
 static void snapshot_container(FuzzInput in, int flags) {
-    char why[SNAPSHOT_WHY] = "", again[SNAPSHOT_WHY] = "";
+    char why[WHY_BYTES] = "", again[WHY_BYTES] = "";
     size_t size = snapshot_lay_out(in, flags & 1);
     snapshot_repair(size, flags);
     const char* path = fuzz_write("container.bin", snapshot_file, size);

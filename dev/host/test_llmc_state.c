@@ -68,7 +68,7 @@ static int write_arrays(const char* to, const GptConfig* gpt, int step, const Ar
 
 // Read what must be good.
 static Arrays read_good(const char* model_path, GptConfig* gpt, LlmcState* state) {
-    char why[LLMC_WHY] = "";
+    char why[WHY_BYTES] = "";
     Arrays got;
     check(llmc_read(model_path, gpt, state, &got.x[0], &got.x[1], &got.x[2], why) == 0, "%s", why);
     return got;
@@ -79,7 +79,7 @@ static void expect_refused(const char* model_path, const char* text) {
     GptConfig gpt;
     LlmcState state;
     float *master = NULL, *m = NULL, *v = NULL;
-    char why[LLMC_WHY] = "";
+    char why[WHY_BYTES] = "";
     int status = llmc_read(model_path, &gpt, &state, &master, &m, &v, why);
     expect(status == 1, "'%s': status %d, wanted a refusal with '%s'", model_path, status, text);
     expect(strstr(why, text) != NULL && strchr(why, '\n') == NULL, "wanted '%s', got '%s'", text, why);
@@ -125,7 +125,7 @@ static void test_round_trip(void) {
     size_t n = gpt_num_parameters(&small);
     for (int processes = 1; processes <= 4; processes++) {
         for (int with_data = 0; with_data < 2; with_data++) {
-            char to[160], why[LLMC_WHY] = "unset", path[256];
+            char to[160], why[WHY_BYTES] = "unset", path[256];
             snprintf(to, sizeof(to), "%s/trip_%d_%d", folder, processes, with_data); // made by llmc_write
             DataLoader loader;
             if (with_data) { loader = open_at("u_*.bin", options(0, processes, DATA_SHUFFLED, 42), 9); }
@@ -312,7 +312,7 @@ static void test_shuffle_section_is_llmcs(void) {
     for (size_t c = 0; c < sizeof(cases) / sizeof(cases[0]); c++) {
         DataLoader loader = open_at(cases[c].pattern, options(cases[c].rank, cases[c].num_ranks, DATA_SHUFFLED, 42), 0);
         DataLoader paper;
-        char why[LLMC_WHY];
+        char why[WHY_BYTES];
         expect(llmc_paper_loader(&paper, &loader, cases[c].rank, cases[c].num_ranks, why) == 0, "%s", why);
         uint64_t taken = llmc_play(&paper, (uint64_t)cases[c].batches, NULL);
         int is_one = strcmp(cases[c].pattern, "one.bin") == 0;
@@ -340,7 +340,7 @@ static void test_data_position(void) {
             int num_ranks = variant % 3 == 0 ? 1 : 2, writer = variant % 3 == 2, b = batches[c];
             DataOrder order = variant < 3 ? DATA_SHUFFLED : DATA_IN_ORDER;
             DataLoader loader = open_at("s_*.bin", options(writer, num_ranks, order, 42), b);
-            char why[LLMC_WHY] = "", path[160];
+            char why[WHY_BYTES] = "", path[160];
             int status = write_arrays(at("position"), &tiny, 7, &arrays, num_ranks, &loader, why);
             expect(status == 0, "%s", why);
             dataloader_close(&loader);
@@ -382,7 +382,7 @@ static void test_data_position(void) {
 static void test_other_number_of_processes(void) {
     Arrays arrays = some_arrays(&small);
     DataLoader loader = open_at("s_*.bin", options(0, 1, DATA_SHUFFLED, 42), 50);
-    char why[LLMC_WHY], path[160];
+    char why[WHY_BYTES], path[160];
     expect(write_arrays(at("four"), &small, 50, &arrays, 4, &loader, why) == 0, "%s", why);
     dataloader_close(&loader);
     for (int rank = 0; rank < 4; rank++) {
@@ -422,7 +422,7 @@ static void test_llmcs_own_limit(void) {
     int told = 0, silent = 0;
     for (int b = 0; b < 188; b += 10) {
         DataLoader loader = open_at("s_*.bin", options(0, 1, DATA_SHUFFLED, 42), b), first;
-        char why[LLMC_WHY];
+        char why[WHY_BYTES];
         expect(write_arrays(at("limit"), &tiny, 1, &arrays, 1, &loader, why) == 0, "%s", why);
         first = open_at("s_*.bin", options(0, 1, DATA_SHUFFLED, 42), 0);
         int fits = loader.windows[loader.shard_order[loader.at.shard]] == first.windows[first.shard_order[0]];
@@ -442,7 +442,7 @@ static void test_llmcs_own_limit(void) {
 
 // A good checkpoint of the tiny model, step 5, whose loader is inside the second shard; its state file in memory.
 static unsigned char* good_checkpoint(const char* name, int processes, size_t* size) {
-    char path[160], why[LLMC_WHY];
+    char path[160], why[WHY_BYTES];
     Arrays arrays = some_arrays(&tiny);
     DataLoader loader = open_at("s_*.bin", options(0, processes, DATA_SHUFFLED, 42), 70);
     check(write_arrays(at(name), &tiny, 5, &arrays, processes, &loader, why) == 0, "%s", why);
@@ -498,7 +498,7 @@ static void test_flipped_header(void) {
         GptConfig gpt;
         LlmcState state;
         Arrays got;
-        char why[LLMC_WHY] = "";
+        char why[WHY_BYTES] = "";
         if (llmc_read(model, &gpt, &state, &got.x[0], &got.x[1], &got.x[2], why) == 0) {
             accepted++;
             expect(word >= 20 && word <= 33, "bit %d of word %d: accepted", bit % 32, word);
@@ -744,7 +744,7 @@ static void test_mixed_up(void) {
 
 static void test_bad_targets(void) {
     Arrays arrays = some_arrays(&tiny);
-    char why[LLMC_WHY];
+    char why[WHY_BYTES];
     expect(write_arrays(at("no/such/folder"), &tiny, 1, &arrays, 1, NULL, why) == ENOENT && strstr(why, "no/such"),
            "%s", why);
     write_bytes(at("file"), "", 0);
@@ -817,7 +817,7 @@ static void test_real_checkpoint(void) {
     expect(llmc_data_position(&state, &loader, 499, &place) == 0, "one batch too early agrees");
     // Written again: every byte, but for the field that llm.c never sets. (The model file's weights are rounded to
     // nearest, llm.c's at random.)
-    char why[LLMC_WHY];
+    char why[WHY_BYTES];
     int status = llmc_write(at("again"), &gpt, 500, got.x[0], got.x[1], got.x[2], 1, &loader, &want,
                             state.rng_state_last_update, why);
     expect(status == 0 && why[0] == 0, "%s", why);

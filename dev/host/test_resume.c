@@ -169,7 +169,7 @@ static void test_falls_back(void) {
 
 // Values that no run writes are refused, however right the hash is.
 static void test_impossible_states(void) {
-    char why[CHECKPOINT_WHY];
+    char why[WHY_BYTES];
     RunState good = a_state(3);
     expect(run_state_check(&good, "x", why) == 0, "%s", why);
     for (int what = 0; what < 19; what++) {

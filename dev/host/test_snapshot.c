@@ -13,7 +13,7 @@
 
 static char folder[64];       // temporary, removed at the end
 static char quick_folder[64]; // another one, in memory where there is such a place: fsync costs nothing there
-static char why[SNAPSHOT_WHY];
+static char why[WHY_BYTES];
 
 static const char* at(const char* name) {
     static char path[8][160];

@@ -7,7 +7,7 @@
 #include "unit.h"
 
 static char folder[64]; // temporary, removed at the end
-static char why[SNAPSHOT_WHY];
+static char why[WHY_BYTES];
 
 enum { PATH_SIZE = 160, NUM_BUFFERS = 3, BUFFER_BYTES = 8192 };
 
