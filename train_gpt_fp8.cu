@@ -1189,7 +1189,7 @@ static RunState run_state_now(const Run* run, const Model* model, int steps_done
     return s;
 }
 
-// Hand one of this rank's arrays to the writer, piece by piece as buffers are free. is_master: its values are the model.
+// Hand this rank's share of an array to the writer, piece by piece as buffers are free. is_master: it is the model.
 static void save_array(Save* c, Model* model, const char* name, const float* array, int is_master) {
     size_t first, count, piece = c->buffer_bytes / sizeof(float);
     own_share(model, &first, &count);
@@ -1218,10 +1218,11 @@ static void save_give_up(Save* c, Model* model, int error) {
     char before[64] = "there is none before it", next[64] = "";
     if (c->newest >= 0) { snprintf(before, sizeof(before), "that of step %d stays", c->newest); }
     if (every > 0) { snprintf(next, sizeof(next), ", the next try is at step %d", c->retry_at); }
-    warning("THE CHECKPOINT OF STEP %d WAS NOT WRITTEN (%s); %s; training goes on%s", step, strerror(error), before, next);
+    warning("THE CHECKPOINT OF STEP %d WAS NOT WRITTEN (%s); %s; training goes on%s", step, strerror(error), before,
+            next);
 }
 
-// Rank 0, in the writer's thread: where the run stands, the folder's name, and what is no longer to be kept. 0 or errno.
+// Rank 0, in the writer's thread: where the run stands, the folder's name, what is no longer to be kept. 0 or errno.
 static int save_commit(void* save) {
     const Save* c = (const Save*)save;
     const char* run = c->train->output_dir;
@@ -1352,7 +1353,8 @@ static void save_begin(Run* run, Model* model, int steps_done) {
 #define RESUME_PIECE ((size_t)16 << 20) // bytes
 
 // Copy the section `name`, `count` floats, to the device. 0, or 1 with the reason in why.
-static int load_array(Model* model, SnapshotIn* in, const char* name, float* array, size_t count, void* piece, char* why) {
+static int load_array(Model* model, SnapshotIn* in, const char* name, float* array, size_t count, void* piece,
+                      char* why) {
     if (snapshot_in_begin(in, name, count * sizeof(float), why) != 0) { return 1; }
     for (size_t done = 0; done < count * sizeof(float); done += RESUME_PIECE) {
         size_t left = count * sizeof(float) - done, n = left < RESUME_PIECE ? left : RESUME_PIECE;
@@ -1414,7 +1416,8 @@ static int load_shard(Model* model, const RunState* state, const char* folder, i
 
 // The slots of this run, as init_slots has just made them, take over what the saved ones know.
 static void continue_slots(Model* model, const RunState* state, const ScaleSlot* saved) {
-    ScaleRecipe recipe = {(int)state->amax_history, (AmaxAlgo)state->amax_algo, (int)state->margin, (float)state->headroom};
+    ScaleRecipe recipe = {(int)state->amax_history, (AmaxAlgo)state->amax_algo, (int)state->margin,
+                          (float)state->headroom};
     size_t bytes = (size_t)model->num_slots * sizeof(ScaleSlot);
     ScaleSlot* slots = (ScaleSlot*)malloc_or_die(bytes);
     device_copy_out(model->dev, slots, model->slots, bytes);
@@ -1775,8 +1778,8 @@ int main(int argc, char** argv) {
     float* weights = NULL; // from a model file; NULL: initialised
     if (resumes) {
         check(!train.shape_given || config_model_is_file(&train) || gpt_equal(&config, &resume.gpt),
-              "'%s' holds a model of %d layers, %d channels, %d heads, %d positions and a vocabulary of %d, but the command "
-              "line (-e) says %d, %d, %d, %d and %d", resume.candidates[resume.at].path, resume.gpt.num_layers,
+              "'%s' holds a model of %d layers, %d channels, %d heads, %d positions and a vocabulary of %d, but the "
+              "command line (-e) says %d, %d, %d, %d and %d", resume.candidates[resume.at].path, resume.gpt.num_layers,
               resume.gpt.channels, resume.gpt.num_heads, resume.gpt.max_seq_len, resume.gpt.vocab_size, config.num_layers,
               config.channels, config.num_heads, config.max_seq_len, config.vocab_size);
         config = resume.gpt;

@@ -226,7 +226,9 @@ static inline void logger_cut(const char* path, int step) {
         FILE* to = fopen(cut_path, "a");
         int put = to != NULL && fwrite(cut, 1, cut_bytes, to) == cut_bytes;
         if (to != NULL && fclose(to) != 0) { put = 0; }
-        if (!put) { warning("cannot write '%s': %s; lines of steps that are done again are lost", cut_path, strerror(errno)); }
+        if (!put) {
+            warning("cannot write '%s': %s; lines of steps that are done again are lost", cut_path, strerror(errno));
+        }
         free(cut_path);
         fseeko(from, first_cut, SEEK_SET);
         check(ftruncate(fileno(from), first_cut) == 0 && fwrite(kept, 1, kept_bytes, from) == kept_bytes &&
@@ -266,7 +268,8 @@ static inline void logger_log_resume(Logger* logger, const TrainConfig* train, c
     config_write_json_string(logger->metrics.file, changes);
     fprintf(logger->metrics.file, ", \"data\": ");
     config_write_json_string(logger->metrics.file, data);
-    fprintf(logger->metrics.file, ", \"config_hash\": \"%016llx\", \"config\": ", (unsigned long long)config_hash(train, gpt));
+    fprintf(logger->metrics.file, ", \"config_hash\": \"%016llx\", \"config\": ",
+            (unsigned long long)config_hash(train, gpt));
     config_write_json(logger->metrics.file, train, gpt);
     fprintf(logger->metrics.file, "}\n");
     logger_flush(&logger->metrics);
@@ -328,12 +331,13 @@ static inline void logger_log_eval(Logger* logger, int step, float accuracy) {
     logger_flush(&logger->metrics);
 }
 
-// A checkpoint of `bytes` after `step` updates is complete: written in write_s seconds, delay_s of which training waited.
+// A checkpoint of `bytes` after `step` updates is complete: written in write_s seconds; training waited for delay_s.
 static inline void logger_log_checkpoint(Logger* logger, int step, uint64_t bytes, double write_s, double delay_s) {
     if (logger->main_log.file == NULL) {
         return;
     }
-    fprintf(logger->metrics.file, "{\"type\": \"checkpoint\", \"step\": %d, \"bytes\": %llu", step, (unsigned long long)bytes);
+    fprintf(logger->metrics.file, "{\"type\": \"checkpoint\", \"step\": %d, \"bytes\": %llu", step,
+            (unsigned long long)bytes);
     logger_json_number(logger->metrics.file, "write_s", write_s, 4);
     logger_json_number(logger->metrics.file, "gb_per_s", write_s > 0.0 ? 1e-9 * (double)bytes / write_s : NAN, 4);
     logger_json_number(logger->metrics.file, "delay_s", delay_s, 4);

@@ -3,7 +3,7 @@
 // (train_gpt_fp8.cu); whatever turns out to be damaged, the one before is tried.
 //
 //     Resume resume;
-//     resume_find(&resume, &train);           // errors: nothing to resume from where PATH says; a run would be overwritten
+//     resume_find(&resume, &train);           // errors: nothing to resume from in PATH; a run would be overwritten
 //     while (resume_open(&resume)) {          // heads: gpt, step, state or llmc
 //         ... load; if that went well: break
 //         resume_reject(&resume, why);        // says so, goes on to the one before
@@ -101,7 +101,8 @@ static inline void resume_find(Resume* resume, const TrainConfig* train, int spe
     const char* where = train->resume;
     int is_here = strcmp(where, "1") == 0, is_fresh = strcmp(where, "0") == 0;
     check(where[0] != 0, "--resume (-y): found an empty value, want 0, 1 or a path");
-    check(!is_here || train->output_dir[0] != 0, "--resume (-y) 1 wants --output-dir (-o): that is where checkpoints are");
+    check(!is_here || train->output_dir[0] != 0,
+          "--resume (-y) 1 wants --output-dir (-o): that is where checkpoints are");
     if (!is_fresh) {
         char common[SNAPSHOT_PATH];
         struct stat st;
@@ -109,8 +110,8 @@ static inline void resume_find(Resume* resume, const TrainConfig* train, int spe
         if (is_here) {
             resume_add_run(resume, train->output_dir);
         } else if (stat(where, &st) != 0) {
-            check(0, "--resume (-y): cannot open '%s': %s; want 0, 1, a checkpoint folder, the folder of a run, or an llm.c "
-                  "model file", where, strerror(errno));
+            check(0, "--resume (-y): cannot open '%s': %s; want 0, 1, a checkpoint folder, the folder of a run, or an "
+                  "llm.c model file", where, strerror(errno));
         } else if (S_ISREG(st.st_mode)) {
             resume_add(resume, where, 1, -1);
         } else if (snapshot_step_of_name(strrchr(where, '/') != NULL ? strrchr(where, '/') + 1 : where, "") >= 0 ||
@@ -183,8 +184,8 @@ static inline int resume_open(Resume* resume) {
     while (resume->at < resume->num_candidates) {
         const ResumeCandidate* candidate = &resume->candidates[resume->at];
         char why[WHY_BYTES] = "";
-        int bad = candidate->is_llmc ? llmc_read(candidate->path, &resume->gpt, &resume->llmc, &resume->master, &resume->m,
-                                                 &resume->v, why)
+        int bad = candidate->is_llmc ? llmc_read(candidate->path, &resume->gpt, &resume->llmc, &resume->master,
+                                                 &resume->m, &resume->v, why)
                                      : resume_read_head(resume, candidate->path, why);
         if (!bad) {
             if (candidate->is_llmc) { resume->step = resume->llmc.step; }
