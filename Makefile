@@ -188,7 +188,7 @@ HOST_CUDA = $(addprefix -isystem ,$(wildcard $(CUDA_PATH)/include))
 uses = $(if $(shell grep -lE '$(1)' $<),$(2))
 HOST_FLAGS = $(call uses,device_cpu\.h|reference\.h,-fopenmp) $(call uses,comm_cpu\.h,$(MPI_CFLAGS))
 HOST_LIBS = $(call uses,comm_cpu\.h,$(MPI_LIBS)) $(call uses,bpe\.h|tokenize\.c,-lpcre2-8 -lpthread) \
-    $(call uses,snapshot_writer\.h,-lpthread) -lm
+    $(call uses,snapshot_writer\.h|watchdog\.h|comm_cpu\.h,-lpthread) -lm
 build/host/%: dev/host/%.c dev/host/unit.h $(HEADERS) $(wildcard data/*.c)
 	@mkdir -p build/host
 	$(CC) $(C_FLAGS) -O1 -g $(SANITIZE) -Ilib $(HOST_CUDA) $(HOST_FLAGS) -o $@ $< $(HOST_LIBS)
