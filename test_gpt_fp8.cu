@@ -57,6 +57,7 @@
 #include "lib/llmc_state.h"
 #include "lib/resume.h"
 #include "lib/stop.h"
+#include "lib/ranks.h"
 
 #include "dev/compare.h"
 #include "dev/test_ops.h"

@@ -296,6 +296,31 @@ void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int nu
 
 typedef struct Comm Comm;
 
+// Collectives on device memory. Bytes on the wire: what this rank sends at least, R ranks (all-to-all, all-gather,
+// reduce-scatter of n bytes per rank: (R - 1) n; sum and max of n bytes: 2 (R - 1) / R n); bytes / time is what
+// nccl-tests calls bus bandwidth.
+typedef enum {
+    COMM_SUM,
+    COMM_MAX,
+    COMM_ALL_TO_ALL,
+    COMM_ALL_GATHER,
+    COMM_REDUCE_SCATTER_BF16,
+    COMM_REDUCE_SCATTER_FP32,
+    COMM_OPS
+} CommOp;
+
+typedef struct {
+    uint64_t calls, bytes; // of one kind of collective: calls, bytes on the wire
+    double seconds;        // from its begin on this rank to its end: includes waiting for the others
+} CommOpStats;
+
+typedef struct {
+    CommOpStats ops[COMM_OPS];
+    uint64_t bytes;   // all ops
+    double seconds;   // all ops
+    double exposed_s; // of that, what dev->stream waited for (comm_end); CPU: everything
+} CommStats;
+
 // Joins the ranks that mpirun (or srun) started; alone when started by hand. Call before device_create.
 Comm* comm_create(int* argc, char*** argv);
 void comm_connect(Comm* comm, Device* dev); // GPU: NCCL over the ranks' devices
@@ -303,8 +328,34 @@ void comm_free(Comm* comm);
 int comm_rank(const Comm* comm);
 int comm_local_rank(const Comm* comm); // rank among those on this host: picks the GPU
 int comm_num_ranks(const Comm* comm);
-void comm_sum(Comm* comm, Device* dev, float* data, size_t n); // device memory, in place, over all ranks
+
+// When a rank dies, or a collective is not done in time, every other rank prints one error line that names the missing
+// rank and the collective, and exits with status 1 (watchdog.h). 0: only dead ranks are noticed. A rank that is busy is
+// waited for as long as it lives: say so around work of the host that may take long.
+void comm_set_timeout(Comm* comm, double seconds);
+void comm_set_busy(Comm* comm, int is_busy);
+
+// Between comm_begin and comm_end, any number of collectives. GPU: they run on a stream of their own, beside
+// dev->stream. comm_begin: what follows on it waits for what is queued on dev->stream now. comm_end: what is queued on
+// dev->stream from now on waits for the collectives so far. CPU: a collective is done when it returns.
+void comm_begin(Comm* comm, Device* dev);
+void comm_end(Comm* comm, Device* dev);
+// recv[r] (bytes_per_rank) = what rank r has in send[this rank]; both (num_ranks, bytes_per_rank), not in place
+void comm_all_to_all(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank);
+// recv (num_ranks, bytes_per_rank) = every rank's send (bytes_per_rank); in place when send is this rank's part of recv
+void comm_all_gather(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank);
+// recv (n_per_rank) = sum over ranks of their send[this rank]; send (num_ranks, n_per_rank), not changed except in
+// place, when recv is this rank's part of it. GPU: NCCL's order and roundings. CPU: FP32 in rank order, rounded once
+void comm_reduce_scatter_bf16(Comm* comm, Device* dev, bf16* recv, const bf16* send, size_t n_per_rank);
+void comm_reduce_scatter_fp32(Comm* comm, Device* dev, float* recv, const float* send, size_t n_per_rank);
+
+// These contain their own begin and end. Device memory, in place, over all ranks.
+void comm_sum(Comm* comm, Device* dev, float* data, size_t n);
 void comm_max(Comm* comm, Device* dev, float* data, size_t n);
+
+// What was communicated since the last call and is finished: call it when the step is (device_sync).
+CommStats comm_take_stats(Comm* comm);
+
 void comm_host_min_max(Comm* comm, int64_t value, int64_t* min, int64_t* max); // host values
 void comm_barrier(Comm* comm);
 
