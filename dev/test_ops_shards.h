@@ -14,8 +14,8 @@ typedef struct {
     int big; // only in thorough tests
 } ShardCase;
 
-static const ShardCase shard_cases[] = {{17, 384, 2, 48, 0}, {5, 128, 1, 16, 0}, {64, 128, 2, 112, 0},
-                                        {1024, 1024, 2, 768, 1}};
+static const ShardCase shard_cases[] = {
+    {17, 384, 2, 48, 0}, {5, 128, 1, 16, 0}, {64, 128, 2, 112, 0}, {1024, 1024, 2, 768, 1}};
 enum { NUM_SHARD_CASES = sizeof(shard_cases) / sizeof(shard_cases[0]) };
 static const int shard_ranks[] = {1, 2, 3, 4, 7, 8};
 enum { NUM_SHARD_RANKS = sizeof(shard_ranks) / sizeof(shard_ranks[0]) };
@@ -121,6 +121,11 @@ static void expect_floats(const char* what, const OpOutcome* outcome, const char
     }
 }
 
+// To the ranks that are tested: some of many.
+static int rank_step(int num_ranks) {
+    return num_ranks > 2 ? num_ranks / 2 : 1;
+}
+
 static void* poisoned(Arena* arena, size_t bytes) {
     void* p = arena_bytes(arena, bytes);
     memset(p, 0xFF, bytes);
@@ -192,7 +197,7 @@ static uint8_t* assorted_chunks(Arena* arena, const Bucket* bucket, int num_rank
 static void grad_sum_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
     uint8_t* received = assorted_chunks(arena, bucket, num_ranks);
     size_t E = bucket->chunk, wire = grad_wire_bytes(E);
-    for (int rank = 0; rank < num_ranks; rank += num_ranks > 2 ? num_ranks / 2 : 1) {
+    for (int rank = 0; rank < num_ranks; rank += rank_step(num_ranks)) {
         float* grads = random_floats(arena, n, 0, 1, 32); // of this rank alone: replaced where it owns
         float* want = arena_floats(arena, n);
         memcpy(want, grads, n * sizeof(float));
@@ -255,7 +260,7 @@ static void ops_grad_pack(void) {
 static void grad_unpack_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
     float* reduced = random_bf16(arena, bucket->chunk, 0, 1, 33);
     for (int in_bf16 = 0; in_bf16 < 2; in_bf16++) {
-        for (int rank = 0; rank < num_ranks; rank += num_ranks > 2 ? num_ranks / 2 : 1) {
+        for (int rank = 0; rank < num_ranks; rank += rank_step(num_ranks)) {
             float *grads = random_floats(arena, n, 0, 1, 32), *want = arena_floats(arena, n);
             memcpy(want, grads, n * sizeof(float));
             for (int p = 0; p < bucket->num_pieces; p++) {
@@ -446,11 +451,10 @@ static void reduce_packed(Arena* arena, const char* what, float* sum, float* con
 }
 
 // Thresholds. E4M3 rounds a contribution by at most half an ulp: 2^-4 of it, or, among the subnormals, 2^-10 of the
-// descale, which is at most amax of the tensor / 448. BF16: 2^-8 of the contribution, and of the sum once more. The FP32
-// sum: 2^-24 of the magnitudes per addition.
-// Over many elements: an error is about uniform within half an ulp, and those of different ranks and elements are
-// independent, so that in the Euclidean norm fp8 is off by at most 2^-4 / sqrt(3) = 3.6% of the sum of independent
-// gradients; less than a quarter of that would be no FP8.
+// descale, which is at most amax of the tensor / 448. BF16: 2^-8 of the contribution, and of the sum once more. The
+// FP32 sum: 2^-24 of the magnitudes per addition. Over many elements: an error is about uniform within half an ulp, and
+// those of different ranks and elements are independent, so that in the Euclidean norm fp8 is off by at most 2^-4 /
+// sqrt(3) = 3.6% of the sum of independent gradients; less than a quarter of that would be no FP8.
 static void grad_error_case(int num_ranks, int heavy_tailed) {
     Arena arena = {};
     GptConfig config;
@@ -476,7 +480,8 @@ static void grad_error_case(int num_ranks, int heavy_tailed) {
     double most[3] = {0x1p-4 / sqrt(3.0), 0x1p-7, num_ranks * 0x1p-24};
     for (int f = 0; f < 3; f++) {
         char what[96];
-        snprintf(what, sizeof(what), "%s, %d ranks, %s", formats[f], num_ranks, heavy_tailed ? "heavy tails" : "normal");
+        snprintf(what, sizeof(what), "%s, %d ranks, %s", formats[f], num_ranks,
+                 heavy_tailed ? "heavy tails" : "normal");
         float* sum = (float*)poisoned(&arena, n * sizeof(float));
         for (int b = 0; b < shards.num_buckets; b++) {
             if (f == 0) { reduce_fp8(&arena, what, sum, grads, &shards.bucket[b], n, num_ranks); }

@@ -301,16 +301,17 @@ void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int nu
                                 StepState* state);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// grad_reduce.cuh: what several ranks send each other, in pieces, slices and chunks (shards.h). None of it communicates.
+// grad_reduce.cuh: what several ranks send each other, in pieces, slices and chunks (shards.h). Nothing is sent here.
+// Buffers that are sent or received are aligned to 128 bytes, others to 16. A bucket is read on the host.
 
 // send (num_ranks, grad_wire_bytes(chunk)) = this rank's gradients of the bucket, one chunk per rank: E4M3 codes, then
 // an FP32 descale per block of GRAD_BLOCK (grad_block_scale); padding is zero.   grads (num_parameters) FP32
 void grad_quantize(Device* dev, uint8_t* send, const float* grads, const Bucket* bucket, int num_ranks);
 // The rank's own slices of grads (num_parameters) = sum over r of code * descale of received (num_ranks,
-// grad_wire_bytes(chunk)), in rank order, each product and addition rounded once, together. The rest of grads stays.
+// grad_wire_bytes(chunk)), in rank order, by fmaf: one rounding per rank. The rest of grads stays.
 void grad_sum(Device* dev, float* grads, const uint8_t* received, const Bucket* bucket, int num_ranks, int rank);
-// packed (num_ranks, chunk) = this rank's gradients of the bucket, in BF16 (rounded to nearest even, in --precision fp32
-// too) or FP32; padding is zero
+// packed (num_ranks, chunk) = this rank's gradients of the bucket, in BF16 (rounded to nearest even, with --precision
+// fp32, too) or FP32; padding is zero
 void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int num_ranks);
 void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks);
 // The rank's own slices of grads = reduced (chunk)
@@ -323,7 +324,7 @@ void param_pack(Device* dev, bf16* packed, const ParamPiece* pieces, int num_pie
 void param_unpack(Device* dev, const ParamPiece* pieces, const bf16* gathered, int num_pieces, size_t chunk,
                   int num_ranks);
 // data (n) E4M3 = sat(master * slot->scale), the codes that quantize_weight writes for these elements; writes
-// slot->descale. n a multiple of 16, or 0: then only the descale is written, which belongs to the other ranks' codes too
+// slot->descale. n a multiple of 16, or 0: then only the descale is written, since the other ranks' codes want it, too
 void quantize_slice(Device* dev, e4m3* data, ScaleSlot* slot, const float* master, size_t n);
 // transposed (C, OC) = data (OC, C), both multiples of 16
 void transpose_weight(Device* dev, e4m3* transposed, const e4m3* data, int OC, int C);

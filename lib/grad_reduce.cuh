@@ -1,6 +1,7 @@
-// What several ranks send each other, made and taken apart: gradients in E4M3 with a descale per block, in BF16 or FP32;
-// slices of parameters; slices of FP8 weights and the transposes of whole ones. Pieces, slices, buckets and chunks are
-// those of shards.h, and chunk_block, which says where a block of a chunk lies, is the very function of the CPU floor.
+// What several ranks send each other, made and taken apart: gradients in E4M3 with a descale per block, in BF16 or
+// FP32; slices of parameters; slices of FP8 weights and the transposes of whole ones. Pieces, slices, buckets and
+// chunks are those of shards.h, and chunk_block, which says where a block of a chunk lies, is the very function of the
+// CPU floor.
 //
 // The unit of work is a block of GRAD_BLOCK = 256 elements of a chunk in one warp: a lane has elements 4 lane .. 4 lane
 // + 3 and 128 more, so that every access of a warp is contiguous, 512 bytes of FP32 (16 per lane) or 128 of codes.
@@ -369,8 +370,8 @@ void quantize_slice(Device* dev, e4m3* data, ScaleSlot* slot, const float* maste
     check(n % 16 == 0, "quantize_slice: n = %zu, want a multiple of 16", n);
     check(((uintptr_t)data | (uintptr_t)master) % 16 == 0, "quantize_slice: a tensor is not aligned to 16 bytes");
     size_t grid = ceil_div(n / 4, EXCHANGE_THREADS * SLICE_VECTORS);
-    launch(dev, quantize_slice_kernel, dim3((unsigned)(grid > 0 ? grid : 1)), EXCHANGE_THREADS, 0, (uint8_t*)data,
-           slot, master, n);
+    launch(dev, quantize_slice_kernel, dim3((unsigned)(grid > 0 ? grid : 1)), EXCHANGE_THREADS, 0, (uint8_t*)data, slot,
+           master, n);
 }
 
 void transpose_weight(Device* dev, e4m3* transposed, const e4m3* data, int OC, int C) {

@@ -1,5 +1,5 @@
-// Who owns what on several ranks (shards.h): every parameter once, chunks of equal size, a shard that maps back onto the
-// flat arrays, balance, bytes on the wire, the scale of a block.
+// Who owns what on several ranks (shards.h): every parameter once, chunks of equal size, a shard that maps back onto
+// the flat arrays, balance, bytes on the wire, the scale of a block.
 #include "../../lib/shards.h"
 #include "unit.h"
 
@@ -14,7 +14,8 @@ static ParameterTable table_of(int maxT, int V, int L, int C) {
 }
 
 // Odd widths, one layer, pieces far smaller than a block, more ranks than blocks.
-static const int shapes[][4] = {{17, 1, 1, 16}, {64, 300, 3, 48}, {33, 300, 2, 80}, {64, 500, 1, 208}, {128, 300, 5, 96}};
+static const int shapes[][4] = {
+    {17, 1, 1, 16}, {64, 300, 3, 48}, {33, 300, 2, 80}, {64, 500, 1, 208}, {128, 300, 5, 96}};
 enum { NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]), MAX_RANKS = 9 };
 
 // Together the ranks own every parameter exactly once; what lies in a shard is where the header says.
@@ -75,14 +76,16 @@ static void test_layout(void) {
                 const Bucket* bucket = &shards.bucket[b];
                 size_t at = 0;
                 expect(bucket->num_pieces == (b < L ? 12 : 4), "bucket %d: %d pieces", b, bucket->num_pieces);
-                expect(bucket->shard_at == shard, "bucket %d is at %zu of the shard, want %zu", b, bucket->shard_at, shard);
+                expect(bucket->shard_at == shard, "bucket %d is at %zu of the shard, want %zu", b, bucket->shard_at,
+                       shard);
                 for (int p = 0; p < bucket->num_pieces; p++) {
                     const Piece* piece = &bucket->piece[p];
                     const TensorSpec* spec = &table.tensor[piece->tensor];
                     expect(piece->layer == (b < L ? L - 1 - b : 0), "bucket %d: layer %d", b, piece->layer);
                     expect(piece->n == spec->n && piece->offset == spec->offset + (size_t)piece->layer * spec->n,
                            "bucket %d, %s: (offset, n) = (%zu, %zu)", b, spec->name, piece->offset, piece->n);
-                    expect(piece->at == at, "bucket %d, %s is at %zu of the chunk, want %zu", b, spec->name, piece->at, at);
+                    expect(piece->at == at, "bucket %d, %s is at %zu of the chunk, want %zu", b, spec->name, piece->at,
+                           at);
                     expect(piece->slice % 256 == 0 && piece->slice * (size_t)R >= piece->n &&
                                (piece->slice - 256) * (size_t)R < piece->n,
                            "%s: slices of %zu for %zu elements on %d ranks", spec->name, piece->slice, piece->n, R);
@@ -95,8 +98,8 @@ static void test_layout(void) {
                 shard += at;
                 largest = at > largest ? at : largest;
             }
-            expect(shards.shard == shard && shards.largest_chunk == largest, "shard %zu of %zu, largest chunk %zu of %zu",
-                   shards.shard, shard, shards.largest_chunk, largest);
+            expect(shards.shard == shard && shards.largest_chunk == largest,
+                   "shard %zu of %zu, largest chunk %zu of %zu", shards.shard, shard, shards.largest_chunk, largest);
             shards_free(&shards);
         }
     }
@@ -120,13 +123,16 @@ static void test_blocks(void) {
                     const Piece* piece = NULL; // by looking at all of them
                     for (int p = 0; p < bucket->num_pieces; p++) {
                         size_t at = bucket->piece[p].at;
-                        if (block * 256 >= at && block * 256 < at + bucket->piece[p].slice) { piece = &bucket->piece[p]; }
+                        if (block * 256 >= at && block * 256 < at + bucket->piece[p].slice) {
+                            piece = &bucket->piece[p];
+                        }
                     }
                     SliceRange range = piece_owned(piece, rank);
                     for (int k = 0; k < GRAD_BLOCK; k++) {
                         size_t in_piece = range.begin + (block * 256 - piece->at) + (size_t)k;
                         int exists = in_piece < range.end;
-                        expect(exists == (k < found.count), "bucket %d, block %zu of rank %d: element %d", b, block, rank, k);
+                        expect(exists == (k < found.count), "bucket %d, block %zu of rank %d: element %d", b, block,
+                               rank, k);
                         if (!exists || k >= found.count) { continue; }
                         expect(found.offset + (size_t)k == piece->offset + in_piece,
                                "bucket %d, block %zu of rank %d begins at %zu", b, block, rank, found.offset);
@@ -155,8 +161,8 @@ static void test_balance(void) {
             Shards shards = shards_create(&table, R);
             double mean = (double)table.num_parameters / R, above = 256.0 * (12.0 * L + 4.0);
             double balance = shards_balance(&shards);
-            expect(balance >= 1.0 && balance <= 1.0 + above / mean, "shape %d, %d ranks: balance %.5f, want at most %.5f",
-                   s, R, balance, 1.0 + above / mean);
+            expect(balance >= 1.0 && balance <= 1.0 + above / mean,
+                   "shape %d, %d ranks: balance %.5f, want at most %.5f", s, R, balance, 1.0 + above / mean);
             expect((double)shards.shard >= mean && (double)shards.shard <= mean + above,
                    "shape %d, %d ranks: a shard of %zu, want %.0f at most", s, R, shards.shard, mean + above);
             if (R == 1) { expect(balance == 1.0, "one rank owns all: %.9f", balance); }
@@ -178,7 +184,8 @@ static void test_wire_bytes(void) {
     for (int i = 0; i < 5; i++) {
         size_t E = elements[i], payload = grad_payload_bytes(E), bytes = grad_wire_bytes(E);
         expect(payload == E + E / 64, "%zu elements: %zu bytes, want %zu", E, payload, E + E / 64);
-        expect(bytes % 128 == 0 && bytes >= payload && bytes < payload + 128, "%zu elements: %zu bytes on the wire", E, bytes);
+        expect(bytes % 128 == 0 && bytes >= payload && bytes < payload + 128, "%zu elements: %zu bytes on the wire", E,
+               bytes);
     }
 }
 
