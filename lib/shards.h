@@ -9,6 +9,7 @@
 //     bucket   pieces that are reduced in one exchange, in the order in which backward finishes them:
 //                  bucket 0 .. L-1   layers L-1 .. 0, the 12 pieces of each
 //                  bucket L          wte, wpe, lnfw, lnfb
+//              the largest pieces first
 //     chunk    one rank's slices of a bucket, one behind the other from `at`, each padded with zeros to `slice`:
 //              every rank has the same number of elements, so exchanges are uniform
 //     shard    one rank's chunks of all buckets: what it keeps of master weights and moments (ZeRO-1, Rajbhandari et
@@ -53,7 +54,7 @@ typedef struct {
     int num_pieces;
     size_t chunk;               // elements of a chunk, a multiple of GRAD_BLOCK: the sum of the pieces' slices
     size_t shard_at;            // where the chunk begins in a shard
-    Piece piece[BUCKET_PIECES]; // in the order of `at`
+    Piece piece[BUCKET_PIECES]; // in the order of `at`, the largest first: chunk_block finds nearly all blocks at once
 } Bucket;
 
 typedef struct {
@@ -84,16 +85,16 @@ static inline SliceRange piece_owned(const Piece* piece, int rank) {
     return range;
 }
 
+// Add a piece behind those that are not smaller.
 static inline void bucket_add(Bucket* bucket, const TensorSpec* spec, int tensor, int layer, int num_ranks) {
     check(bucket->num_pieces < BUCKET_PIECES, "shards: more than %d pieces in a bucket", BUCKET_PIECES);
-    Piece piece = {spec->offset + (size_t)layer * spec->n,
-                   spec->n,
-                   slice_elements(spec->n, num_ranks),
-                   bucket->chunk,
-                   tensor,
-                   layer};
-    bucket->piece[bucket->num_pieces++] = piece;
-    bucket->chunk += piece.slice;
+    size_t offset = spec->offset + (size_t)layer * spec->n, slice = slice_elements(spec->n, num_ranks);
+    Piece piece = {offset, spec->n, slice, 0, tensor, layer};
+    int p = bucket->num_pieces++;
+    for (; p > 0 && bucket->piece[p - 1].n < piece.n; p--) {
+        bucket->piece[p] = bucket->piece[p - 1];
+    }
+    bucket->piece[p] = piece;
 }
 
 // The table cut for num_ranks ranks. shards_free releases it. Errors: a tensor that is no multiple of 16 elements.
@@ -115,6 +116,10 @@ static inline Shards shards_create(const ParameterTable* table, int num_ranks) {
     }
     for (int b = 0; b < shards.num_buckets; b++) {
         Bucket* bucket = &shards.bucket[b];
+        for (int p = 0; p < bucket->num_pieces; p++) {
+            bucket->piece[p].at = bucket->chunk;
+            bucket->chunk += bucket->piece[p].slice;
+        }
         bucket->shard_at = shards.shard;
         shards.shard += bucket->chunk;
         if (bucket->chunk > shards.largest_chunk) { shards.largest_chunk = bucket->chunk; }
@@ -141,7 +146,7 @@ static inline const Bucket* shards_bucket(const Shards* shards, int tensor, int 
 static inline const Piece* shards_piece(const Shards* shards, int tensor, int layer) {
     const Bucket* bucket = shards_bucket(shards, tensor, layer);
     for (int p = 0; p < bucket->num_pieces; p++) {
-        if (bucket->piece[p].tensor == tensor && bucket->piece[p].layer == layer) { return &bucket->piece[p]; }
+        if (bucket->piece[p].tensor == tensor) { return &bucket->piece[p]; }
     }
     check(0, "shards: no tensor %d", tensor);
     return NULL;

@@ -81,6 +81,8 @@ static void test_layout(void) {
                 for (int p = 0; p < bucket->num_pieces; p++) {
                     const Piece* piece = &bucket->piece[p];
                     const TensorSpec* spec = &table.tensor[piece->tensor];
+                    expect(p == 0 || piece->n <= bucket->piece[p - 1].n, "bucket %d: %s behind a smaller one", b,
+                           spec->name);
                     expect(piece->layer == (b < L ? L - 1 - b : 0), "bucket %d: layer %d", b, piece->layer);
                     expect(piece->n == spec->n && piece->offset == spec->offset + (size_t)piece->layer * spec->n,
                            "bucket %d, %s: (offset, n) = (%zu, %zu)", b, spec->name, piece->offset, piece->n);
