@@ -40,6 +40,7 @@
 #include "lib/rng.h"
 #include "lib/config.h"
 #include "lib/tensors.h"
+#include "lib/shards.h"
 #include "lib/memory.h"
 #include "lib/dataloader.h"
 #include "lib/token_index.h"
@@ -80,6 +81,7 @@ namespace cpu {
 
 #ifdef __CUDACC__
 #include "train_gpt_fp8.cu"
+#include "lib/grad_reduce.cuh"
 #include "dev/probe.h"
 #endif
 

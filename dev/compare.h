@@ -13,6 +13,7 @@
 #include "../lib/fp8.h"
 #include "../lib/rng.h"
 #include "../lib/scaling.h"
+#include "../lib/shards.h"
 #include "host/unit.h"
 
 typedef struct {
@@ -142,7 +143,17 @@ typedef enum {
     OP_PARAMS_FROM_MASTER,
     OP_SCALE_SLOTS_GATHER,
     OP_SCALE_SLOTS_STEP,
-    OP_BF16_ROUND_TRIP
+    OP_BF16_ROUND_TRIP,
+    OP_GRAD_QUANTIZE,
+    OP_GRAD_SUM,
+    OP_GRAD_PACK_BF16,
+    OP_GRAD_PACK_FP32,
+    OP_GRAD_UNPACK_BF16,
+    OP_GRAD_UNPACK_FP32,
+    OP_PARAM_PACK,
+    OP_PARAM_UNPACK,
+    OP_QUANTIZE_SLICE,
+    OP_TRANSPOSE_WEIGHT
 } OpName;
 
 typedef enum {
@@ -190,6 +201,8 @@ typedef struct {
     int t, stochastic;
     uint64_t seed;
     size_t index;
+    const Bucket* bucket; // of the ops between ranks; params: the pieces lie at their offsets in it
+    int num_ranks, rank;
     ScaleRecipe recipe;
     int measure_first, record;
     char broken[128]; // after the call: what was written outside its buffer; "" when nothing was

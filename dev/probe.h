@@ -211,6 +211,67 @@ static void probe_call_layer_op(Device* dev, const ProbeArgs* a) {
     }
 }
 
+// The pieces of the bucket as param_pack and param_unpack want them, in device memory; released by the caller.
+static ParamPiece* probe_param_pieces(Device* dev, const ProbeArgs* a) {
+    const Bucket* bucket = a->call->bucket;
+    ParamPiece pieces[BUCKET_PIECES];
+    for (int p = 0; p < bucket->num_pieces; p++) {
+        const Piece* piece = &bucket->piece[p];
+        ParamPiece param = {PROBE_BF16("params") + piece->offset, piece->n, piece->slice, piece->at};
+        pieces[p] = param;
+    }
+    ParamPiece* there = (ParamPiece*)device_malloc(dev, sizeof(pieces));
+    device_copy_in(dev, there, pieces, (size_t)bucket->num_pieces * sizeof(ParamPiece));
+    device_sync(dev);
+    return there;
+}
+
+// Ops between ranks.
+static void probe_call_exchange_op(Device* dev, const ProbeArgs* a) {
+    const OpCall* c = a->call;
+    switch (c->op) {
+    case OP_GRAD_QUANTIZE:
+        grad_quantize(dev, (uint8_t*)probe_at(a, "send"), PROBE_F32("grads"), c->bucket, c->num_ranks);
+        break;
+    case OP_GRAD_SUM:
+        grad_sum(dev, PROBE_F32("grads"), (uint8_t*)probe_at(a, "received"), c->bucket, c->num_ranks, c->rank);
+        break;
+    case OP_GRAD_PACK_BF16:
+        grad_pack_bf16(dev, PROBE_BF16("packed"), PROBE_F32("grads"), c->bucket, c->num_ranks);
+        break;
+    case OP_GRAD_PACK_FP32:
+        grad_pack_fp32(dev, PROBE_F32("packed"), PROBE_F32("grads"), c->bucket, c->num_ranks);
+        break;
+    case OP_GRAD_UNPACK_BF16:
+        grad_unpack_bf16(dev, PROBE_F32("grads"), PROBE_BF16("reduced"), c->bucket, c->rank);
+        break;
+    case OP_GRAD_UNPACK_FP32:
+        grad_unpack_fp32(dev, PROBE_F32("grads"), PROBE_F32("reduced"), c->bucket, c->rank);
+        break;
+    case OP_PARAM_PACK:
+    case OP_PARAM_UNPACK: {
+        ParamPiece* pieces = probe_param_pieces(dev, a);
+        int num_pieces = c->bucket->num_pieces;
+        if (c->op == OP_PARAM_PACK) {
+            param_pack(dev, PROBE_BF16("packed"), pieces, num_pieces, c->bucket->chunk, c->rank);
+        } else {
+            param_unpack(dev, pieces, PROBE_BF16("gathered"), num_pieces, c->bucket->chunk, c->num_ranks);
+        }
+        device_sync(dev);
+        device_release(dev, pieces);
+        break;
+    }
+    case OP_QUANTIZE_SLICE:
+        quantize_slice(dev, (e4m3*)probe_at(a, "data"), (ScaleSlot*)probe_at(a, "slot"), PROBE_F32("master"), c->n);
+        break;
+    case OP_TRANSPOSE_WEIGHT:
+        transpose_weight(dev, (e4m3*)probe_at(a, "transposed"), (e4m3*)probe_at(a, "data"), c->OC, c->C);
+        break;
+    default:
+        probe_call_layer_op(dev, a);
+    }
+}
+
 static void probe_call(Device* dev, const ProbeArgs* a) {
     const OpCall* c = a->call;
     switch (c->op) {
@@ -267,7 +328,7 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
         break;
     }
     default:
-        probe_call_layer_op(dev, a);
+        probe_call_exchange_op(dev, a);
     }
 }
 

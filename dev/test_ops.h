@@ -11,6 +11,7 @@
 #include "test_ops_attention.h"
 #include "test_ops_matmul.h"
 #include "test_ops_rows.h"
+#include "test_ops_shards.h"
 #include "test_ops_step.h"
 
 namespace ops {
@@ -41,6 +42,14 @@ static const NamedTest op_tests[] = {
     {"ops_params_from_master", ops_params_from_master},
     {"ops_scale_slots", ops_scale_slots},
     {"ops_bf16_round_trip", ops_bf16_round_trip},
+    {"ops_grad_quantize", ops_grad_quantize},
+    {"ops_grad_sum", ops_grad_sum},
+    {"ops_grad_pack", ops_grad_pack},
+    {"ops_grad_unpack", ops_grad_unpack},
+    {"ops_grad_reduce_error", ops_grad_reduce_error},
+    {"ops_param_pack", ops_param_pack},
+    {"ops_quantize_slice", ops_quantize_slice},
+    {"ops_transpose_weight", ops_transpose_weight},
 };
 enum { NUM_OP_TESTS = sizeof(op_tests) / sizeof(op_tests[0]) };
 

@@ -25,6 +25,7 @@
 #include "profile.h"
 #include "rng.h"
 #include "scaling.h"
+#include "shards.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // types
@@ -132,6 +133,14 @@ typedef struct {
     size_t n;     // elements per layer, a multiple of 4
     size_t index; // of element 0 among all parameters, a multiple of 4: which random numbers round it
 } ParamState;
+
+// The BF16 copy of one piece, as it is gathered from the ranks that updated its slices (shards.h).
+typedef struct {
+    bf16* param;  // (n), aligned to 16 bytes
+    size_t n;     // a multiple of 16
+    size_t slice; // elements of a rank's slice, a multiple of GRAD_BLOCK
+    size_t at;    // where the slice begins in a rank's chunk: the sum of the slices before it
+} ParamPiece;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // device: memory and time (gpu.cuh | device_cpu.h)
@@ -290,6 +299,35 @@ void scale_slots_gather(Device* dev, float* amaxes, const ScaleSlot* slots, int 
 // scale_slot_step for every slot; state->slots_warming = how many want a measuring pass next
 void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int num_slots, ScaleRecipe recipe,
                                 StepState* state);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// grad_reduce.cuh: what several ranks send each other, in pieces, slices and chunks (shards.h). Nothing is sent here.
+// Buffers that are sent or received are aligned to 128 bytes, others to 16. A bucket is read on the host.
+
+// send (num_ranks, grad_wire_bytes(chunk)) = this rank's gradients of the bucket, one chunk per rank: E4M3 codes, then
+// an FP32 descale per block of GRAD_BLOCK (grad_block_scale); padding is zero.   grads (num_parameters) FP32
+void grad_quantize(Device* dev, uint8_t* send, const float* grads, const Bucket* bucket, int num_ranks);
+// The rank's own slices of grads (num_parameters) = sum over r of code * descale of received (num_ranks,
+// grad_wire_bytes(chunk)), in rank order, by fmaf: one rounding per rank. The rest of grads stays.
+void grad_sum(Device* dev, float* grads, const uint8_t* received, const Bucket* bucket, int num_ranks, int rank);
+// packed (num_ranks, chunk) = this rank's gradients of the bucket, in BF16 (rounded to nearest even, with --precision
+// fp32, too) or FP32; padding is zero
+void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int num_ranks);
+void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks);
+// The rank's own slices of grads = reduced (chunk)
+void grad_unpack_bf16(Device* dev, float* grads, const bf16* reduced, const Bucket* bucket, int rank);
+void grad_unpack_fp32(Device* dev, float* grads, const float* reduced, const Bucket* bucket, int rank);
+// packed (chunk) = the rank's slices of the pieces, padding zero.   pieces (num_pieces) in device memory; chunk = the
+// sum of their slices
+void param_pack(Device* dev, bf16* packed, const ParamPiece* pieces, int num_pieces, size_t chunk, int rank);
+// All ranks' slices of the pieces = gathered (num_ranks, chunk)
+void param_unpack(Device* dev, const ParamPiece* pieces, const bf16* gathered, int num_pieces, size_t chunk,
+                  int num_ranks);
+// data (n) E4M3 = sat(master * slot->scale), the codes that quantize_weight writes for these elements; writes
+// slot->descale. n a multiple of 16, or 0: then only the descale is written, since the other ranks' codes want it, too
+void quantize_slice(Device* dev, e4m3* data, ScaleSlot* slot, const float* master, size_t n);
+// transposed (C, OC) = data (OC, C), both multiples of 16
+void transpose_weight(Device* dev, e4m3* transposed, const e4m3* data, int OC, int C);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // comm.cuh | comm_cpu.h: ranks. One rank is a communicator of one.

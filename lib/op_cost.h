@@ -120,6 +120,24 @@ static inline void cost_adamw_update(Device* dev, ParamState p) {
 static inline void cost_scale_slots(Device* dev, int num_slots) {
     cost_mark(dev, "scale slots", (double)sizeof(ScaleSlot) * num_slots, 0.0, 0);
 }
+
+// FP32 and the bytes on the wire, each once; one rank's slices, or all ranks'
+static inline void cost_grad_exchange(Device* dev, const char* op, const Bucket* bucket, double bytes_each,
+                                      int num_ranks) {
+    cost_mark(dev, op, bytes_each * (double)bucket->chunk * num_ranks, 0.0, 0);
+}
+static inline void cost_param_pack(Device* dev, size_t chunk) {
+    cost_mark(dev, "param pack", 2.0 * sizeof(bf16) * (double)chunk, 0.0, 0);
+}
+static inline void cost_param_unpack(Device* dev, size_t chunk, int num_ranks) {
+    cost_mark(dev, "param unpack", 2.0 * sizeof(bf16) * (double)chunk * num_ranks, 0.0, 0);
+}
+static inline void cost_quantize_slice(Device* dev, size_t n) {
+    cost_mark(dev, "quantize slice", 5.0 * (double)n, 0.0, 0);
+}
+static inline void cost_transpose_weight(Device* dev, int OC, int C) {
+    cost_mark(dev, "transpose weight", 2.0 * OC * C, 0.0, 0);
+}
 static inline void cost_sum_over_ranks(Device* dev) { cost_mark(dev, "sum or max over ranks", 0.0, 0.0, 0); }
 
 #endif

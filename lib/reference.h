@@ -1228,4 +1228,161 @@ void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int nu
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// what several ranks send each other: blocks of chunks in parallel (chunk_block of shards.h says where they lie)
+
+static inline void check_ranks(const char* name, int num_ranks, int rank) {
+    check(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "%s: rank %d of %d, want 0 <= rank < ranks", name, rank,
+          num_ranks);
+}
+
+#define BLOCK_BYTES 2048.0 // that a block of any of these ops moves, about: for cpu_threads_for, at 10 GB/s
+
+static inline int threads_for_blocks(const Device* dev, size_t num_blocks) {
+    return cpu_threads_for(dev, 1e-4 * BLOCK_BYTES * (double)num_blocks);
+}
+
+static inline float grad_quantize_block(uint8_t* codes, const float* x, int count) {
+    GradBlockScale s = grad_block_scale(amax_of(x, count));
+    int coded = s.has_codes ? count : 0;
+    encode_row(codes, x, coded, s.scale, FORMAT_E4M3);
+    memset(codes + coded, 0, (size_t)(GRAD_BLOCK - coded));
+    return s.descale;
+}
+
+void grad_quantize(Device* dev, uint8_t* send, const float* grads, const Bucket* bucket, int num_ranks) {
+    cost_grad_exchange(dev, "grad quantize", bucket, 5.0, num_ranks);
+    check_ranks("grad_quantize", num_ranks, 0);
+    size_t blocks = bucket->chunk / GRAD_BLOCK, bytes = grad_wire_bytes(bucket->chunk);
+    size_t payload = grad_payload_bytes(bucket->chunk), num_blocks = blocks * (size_t)num_ranks;
+#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, num_blocks))
+    for (size_t i = 0; i < num_blocks; i++) {
+        size_t rank = i / blocks, block = i % blocks;
+        ChunkBlock from = chunk_block(bucket, block, (int)rank);
+        uint8_t* chunk = send + rank * bytes;
+        float descale = grad_quantize_block(chunk + block * GRAD_BLOCK, grads + from.offset, from.count);
+        memcpy(chunk + bucket->chunk + block * sizeof(float), &descale, sizeof(float));
+        if (block == 0) { memset(chunk + payload, 0, bytes - payload); }
+    }
+}
+
+// fmaf: with the multiplication rounded by itself, the compiler would decide the bits.
+void grad_sum(Device* dev, float* grads, const uint8_t* received, const Bucket* bucket, int num_ranks, int rank) {
+    cost_grad_exchange(dev, "grad sum", bucket, 4.0 + num_ranks, 1);
+    check_ranks("grad_sum", num_ranks, rank);
+    size_t blocks = bucket->chunk / GRAD_BLOCK, bytes = grad_wire_bytes(bucket->chunk);
+#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, blocks * (size_t)num_ranks))
+    for (size_t block = 0; block < blocks; block++) {
+        ChunkBlock to = chunk_block(bucket, block, rank);
+        float* sum = grads + to.offset;
+        for (int r = 0; r < num_ranks; r++) {
+            const uint8_t* chunk = received + (size_t)r * bytes;
+            const uint8_t* codes = chunk + block * GRAD_BLOCK;
+            float descale;
+            memcpy(&descale, chunk + bucket->chunk + block * sizeof(float), sizeof(float));
+#pragma omp simd
+            for (int i = 0; i < to.count; i++) {
+                sum[i] = fmaf(float_from_e4m3(codes[i]), descale, r == 0 ? 0.0f : sum[i]);
+            }
+        }
+    }
+}
+
+static inline void grad_pack(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks,
+                             int round) {
+    size_t blocks = bucket->chunk / GRAD_BLOCK, num_blocks = blocks * (size_t)num_ranks;
+#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, num_blocks))
+    for (size_t i = 0; i < num_blocks; i++) {
+        ChunkBlock from = chunk_block(bucket, i % blocks, (int)(i / blocks));
+        for (int k = 0; k < GRAD_BLOCK; k++) {
+            float x = k < from.count ? grads[from.offset + (size_t)k] : 0.0f;
+            packed[i * GRAD_BLOCK + (size_t)k] = round ? bf16_round(x) : x;
+        }
+    }
+}
+
+static inline void grad_unpack(Device* dev, float* grads, const float* reduced, const Bucket* bucket, int rank) {
+    size_t blocks = bucket->chunk / GRAD_BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, blocks))
+    for (size_t block = 0; block < blocks; block++) {
+        ChunkBlock to = chunk_block(bucket, block, rank);
+        memcpy(grads + to.offset, reduced + block * GRAD_BLOCK, (size_t)to.count * sizeof(float));
+    }
+}
+
+void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int num_ranks) {
+    cost_grad_exchange(dev, "grad pack", bucket, 4.0 + sizeof(bf16), num_ranks);
+    check_ranks("grad_pack_bf16", num_ranks, 0);
+    grad_pack(dev, packed, grads, bucket, num_ranks, 1);
+}
+
+void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks) {
+    cost_grad_exchange(dev, "grad pack", bucket, 8.0, num_ranks);
+    check_ranks("grad_pack_fp32", num_ranks, 0);
+    grad_pack(dev, packed, grads, bucket, num_ranks, 0);
+}
+
+void grad_unpack_bf16(Device* dev, float* grads, const bf16* reduced, const Bucket* bucket, int rank) {
+    cost_grad_exchange(dev, "grad unpack", bucket, 4.0 + sizeof(bf16), 1);
+    grad_unpack(dev, grads, reduced, bucket, rank);
+}
+
+void grad_unpack_fp32(Device* dev, float* grads, const float* reduced, const Bucket* bucket, int rank) {
+    cost_grad_exchange(dev, "grad unpack", bucket, 8.0, 1);
+    grad_unpack(dev, grads, reduced, bucket, rank);
+}
+
+// [begin, end) of the piece that belongs to the rank.
+static inline SliceRange param_owned(const ParamPiece* piece, int rank) {
+    Piece cut = {0, piece->n, piece->slice, piece->at, 0, 0};
+    return piece_owned(&cut, rank);
+}
+
+void param_pack(Device* dev, bf16* packed, const ParamPiece* pieces, int num_pieces, size_t chunk, int rank) {
+    cost_param_pack(dev, chunk);
+    for (int p = 0; p < num_pieces; p++) {
+        SliceRange own = param_owned(&pieces[p], rank);
+        size_t count = own.end - own.begin;
+        bf16* to = packed + pieces[p].at;
+        memcpy(to, pieces[p].param + own.begin, count * sizeof(bf16));
+        memset(to + count, 0, (pieces[p].slice - count) * sizeof(bf16));
+    }
+}
+
+void param_unpack(Device* dev, const ParamPiece* pieces, const bf16* gathered, int num_pieces, size_t chunk,
+                  int num_ranks) {
+    cost_param_unpack(dev, chunk, num_ranks);
+    for (int rank = 0; rank < num_ranks; rank++) {
+        for (int p = 0; p < num_pieces; p++) {
+            SliceRange own = param_owned(&pieces[p], rank);
+            const bf16* from = gathered + (size_t)rank * chunk + pieces[p].at;
+            memcpy(pieces[p].param + own.begin, from, (own.end - own.begin) * sizeof(bf16));
+        }
+    }
+}
+
+void quantize_slice(Device* dev, e4m3* data, ScaleSlot* slot, const float* master, size_t n) {
+    cost_quantize_slice(dev, n);
+    check(n % 16 == 0, "quantize_slice: n = %zu, want a multiple of 16", n);
+    size_t blocks = (n + GRAD_BLOCK - 1) / GRAD_BLOCK;
+    float scale = slot->scale;
+#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, blocks))
+    for (size_t block = 0; block < blocks; block++) {
+        size_t start = block * GRAD_BLOCK, left = n - start;
+        encode_row(data + start, master + start, (int)(left < GRAD_BLOCK ? left : GRAD_BLOCK), scale, FORMAT_E4M3);
+    }
+    slot->descale = 1.0f / scale;
+}
+
+void transpose_weight(Device* dev, e4m3* transposed, const e4m3* data, int OC, int C) {
+    cost_transpose_weight(dev, OC, C);
+    check(OC > 0 && C > 0 && OC % 16 == 0 && C % 16 == 0,
+          "transpose_weight: (OC, C) = (%d, %d), want positive multiples of 16", OC, C);
+#pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 2e-4 * OC * C))
+    for (int row = 0; row < OC; row += TILE_ROWS) {
+        int rows = OC - row < TILE_ROWS ? OC - row : TILE_ROWS;
+        transpose_tile(transposed + row, data + (size_t)row * C, rows, OC, C);
+    }
+}
+
 #endif
