@@ -3,9 +3,15 @@
 # Ctrl-C; here any of the three becomes SIGUSR1, which train_gpt_fp8 answers with a checkpoint and exit status 75.
 set -euo pipefail
 
+run='' asked=''
+pass_on() {
+    asked=1
+    [[ -z $run ]] || kill -USR1 "$run" 2>/dev/null || true
+}
+trap pass_on USR1 TERM INT # before there is anything to stop: no signal may find this script without it
 mpirun "$@" &
 run=$!
-trap 'kill -USR1 "$run" 2>/dev/null || true' USR1 TERM INT
+[[ -z $asked ]] || pass_on
 while :; do # a signal interrupts `wait`
     status=0
     wait "$run" || status=$?
