@@ -23,6 +23,7 @@
 
 // ground and bookkeeping: plain C
 #include "lib/check.h"       // defines: check, *_or_die
+#include "lib/clock.h"       // defines: seconds_now
 #include "lib/fp8.h"         // defines: the FP8 codec, bf16_round
 #include "lib/scaling.h"     // defines: ScaleSlot, ScaleRecipe, when a scale changes
 #include "lib/rng.h"         // defines: the random numbers of initialisation and sampling
@@ -1058,12 +1059,6 @@ typedef struct {
     Save save;
     Profile profile;     // --profile
 } Run;
-
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 // The largest of the ranks' values.
 static int64_t max_over_ranks(Comm* comm, int64_t value) {

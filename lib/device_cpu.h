@@ -236,7 +236,7 @@ void device_profile_begin(Device* dev, Profile* profile) {
 Profile* device_profile(const Device* dev) { return dev->profile; }
 
 void device_profile_mark(Device* dev, int op) {
-    double now = roofline_now();
+    double now = seconds_now();
     if (dev->profile_op >= 0) { dev->profile->ops[dev->profile_op].seconds += now - dev->profile_start; }
     dev->profile_op = op;
     dev->profile_start = now;

@@ -181,13 +181,13 @@ void device_sync(Device* dev) {
 }
 
 void device_copy_out(Device* dev, void* to_host, const void* from_device, size_t bytes) {
-    double start = dev->profile != NULL ? roofline_now() : 0.0;
+    double start = dev->profile != NULL ? seconds_now() : 0.0;
     cost_copy_out(dev);
     // into memory that is not pinned it already waits here
     cuda_check(cudaMemcpyAsync(to_host, from_device, bytes, cudaMemcpyDeviceToHost, dev->stream));
     cost_nobody(dev);
     device_sync(dev);
-    if (dev->profile != NULL) { dev->profile->wait_s += roofline_now() - start; }
+    if (dev->profile != NULL) { dev->profile->wait_s += seconds_now() - start; }
 }
 
 void device_profile_begin(Device* dev, Profile* profile) {

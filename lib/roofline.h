@@ -16,8 +16,8 @@
 
 #include <ctype.h>
 #include <math.h>
-#include <time.h>
 
+#include "clock.h"
 #include "config.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -98,12 +98,6 @@ static inline Chip chip_of_cpu(double flops, double bytes_per_s) {
     return chip;
 }
 
-static inline double roofline_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 #ifndef __CUDACC__ // GNU vectors, which nvcc's front end does not take; the GPU program has no use for them
 
 // FLOP/s of one core in FP32 multiply-adds held in registers, as this compiler and these flags build them. About 20 ms.
@@ -118,15 +112,15 @@ static inline double roofline_measure_core_flops(void) {
     for (int c = 0; c < CHAINS; c++) {
         sum[c] = term;
     }
-    double best = 0.0, begin = roofline_now();
-    while (roofline_now() - begin < 0.02) { // the fastest of many short runs: the others were interrupted
-        double start = roofline_now();
+    double best = 0.0, begin = seconds_now();
+    while (seconds_now() - begin < 0.02) { // the fastest of many short runs: the others were interrupted
+        double start = seconds_now();
         for (int round = 0; round < ROUNDS; round++) {
             for (int c = 0; c < CHAINS; c++) {
                 sum[c] = sum[c] * factor + term;
             }
         }
-        double flops = 2.0 * 16 * CHAINS * ROUNDS / (roofline_now() - start);
+        double flops = 2.0 * 16 * CHAINS * ROUNDS / (seconds_now() - start);
         best = flops > best ? flops : best;
         volatile float sink = sum[0][0] + sum[1][1] + sum[2][2] + sum[3][3] + sum[4][4] + sum[5][5] + sum[6][6] +
                               sum[7][7]; // the results are wanted
@@ -145,9 +139,9 @@ static inline double roofline_measure_bandwidth(void) {
     double best = 0.0;
     for (int run = 0; run < 3; run++) {
         from[run] = (char)run;
-        double start = roofline_now();
+        double start = seconds_now();
         memcpy(to, from, bytes);
-        double rate = 2.0 * (double)bytes / (roofline_now() - start);
+        double rate = 2.0 * (double)bytes / (seconds_now() - start);
         volatile char sink = to[bytes / 2];
         (void)sink;
         best = rate > best ? rate : best;

@@ -15,9 +15,9 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <time.h>
 
 #include "checkpoint.h"
+#include "clock.h"
 #include "snapshot.h"
 
 // What became of a checkpoint's files of this process.
@@ -81,7 +81,7 @@ typedef struct {
     int has_model;    //
     uint64_t model_bytes; // size of the model file
     int64_t next_first;   // parameter that must come next; -1: any
-    double opened, blocked_s; // when, by snapshot_seconds; for how long
+    double opened, blocked_s; // when, by seconds_now; for how long
     // shared, under the mutex
     pthread_mutex_t mutex;
     pthread_cond_t job_came, buffer_came, result_came;
@@ -101,12 +101,6 @@ typedef struct {
     XXH3_state_t* slice_hash;
     uint16_t* rounded; // (SNAPSHOT_CHUNK / 4) BF16
 } SnapshotWriter;
-
-static inline double snapshot_seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the thread
@@ -257,7 +251,7 @@ static inline void* snapshot_writer_thread(void* writer) {
             w->result.error = w->error;
             memcpy(w->result.path, w->error != 0 ? w->error_path : w->out_path, sizeof(w->result.path));
             w->result.bytes = w->bytes;
-            w->result.write_s = snapshot_seconds() - w->opened;
+            w->result.write_s = seconds_now() - w->opened;
             w->has_result = 1;
             pthread_cond_signal(&w->result_came);
         }
@@ -354,7 +348,7 @@ static inline void snapshot_writer_open(SnapshotWriter* w, const char* path, uin
     w->is_closed = w->has_model = 0;
     w->next_first = -1;
     w->blocked_s = 0.0;
-    w->opened = snapshot_seconds();
+    w->opened = seconds_now();
     snapshot_writer_push(w, SNAPSHOT_JOB_OPEN, path, NULL, 0, expected_bytes, -1, -1);
 }
 
@@ -377,11 +371,11 @@ static inline int snapshot_writer_take(SnapshotWriter* w) {
           w->num_buffers);
     pthread_mutex_lock(&w->mutex);
     if (w->num_free == 0) {
-        double started = snapshot_seconds();
+        double started = seconds_now();
         while (w->num_free == 0) {
             pthread_cond_wait(&w->buffer_came, &w->mutex);
         }
-        w->blocked_s += snapshot_seconds() - started;
+        w->blocked_s += seconds_now() - started;
     }
     int buffer = w->free_buffers[w->first_free];
     w->first_free = (w->first_free + 1) % w->num_buffers;
@@ -437,7 +431,7 @@ static inline void snapshot_writer_call(SnapshotWriter* w, int (*work)(void* arg
     w->is_busy = 1;
     w->is_closed = 0;
     w->blocked_s = 0.0;
-    w->opened = snapshot_seconds();
+    w->opened = seconds_now();
     snapshot_writer_push(w, SNAPSHOT_JOB_CALL, NULL, &call, sizeof(call), 0, -1, -1);
     w->is_closed = 1;
 }

@@ -101,6 +101,31 @@ chmod +x "$old/nvcc"
 expect "setup: an old nvcc" 1 "is CUDA 11.8, want 12.8 or newer. Without it: make cpu" \
     env PATH="$old" CC="$compiler" scripts/setup.sh --what gpu --dry-run
 
+# An mpirun that ends with 75 on SIGUSR1, as it does when its ranks do, with 143 on SIGTERM, else with 3 after 20 s.
+stoppable=$(machine sleep kill)
+cat >"$stoppable/mpirun" <<'SCRIPT'
+#!/usr/bin/env bash
+trap 'exit 75' USR1
+echo "started $*"
+for i in {1..200}; do sleep 0.1; done
+exit 3
+SCRIPT
+chmod +x "$stoppable/mpirun"
+signalled() { # SIGNAL: sent to scripts/mpirun.sh when the ranks run; its status
+    local status=0
+    env PATH="$stoppable" scripts/mpirun.sh -np 2 >"$work/signalled" 2>&1 &
+    local script=$!
+    until grep -q "started -np 2" "$work/signalled"; do sleep 0.05; done
+    kill "-$1" "$script"
+    wait "$script" || status=$?
+    echo "status $status"
+}
+for signal in TERM USR1; do
+    expect "mpirun.sh: SIG$signal stops the ranks by SIGUSR1" 0 "status 75" signalled $signal
+done
+printf '#!/bin/sh\nexit 3\n' >"$stoppable/mpirun"
+expect "mpirun.sh: the status of mpirun" 3 "" env PATH="$stoppable" scripts/mpirun.sh -np 2
+
 expect "make without nvcc names make cpu" 2 "make cpu" make --no-print-directory NVCC=/no/such/nvcc train_gpt_fp8
 expect "make cpu without MPI says so" 2 "OpenMPI is missing" make --no-print-directory MPICC=/no/such/mpicc -W train_gpt_fp8.cu cpu
 

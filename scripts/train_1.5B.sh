@@ -14,9 +14,7 @@ cd "$(dirname "$0")/.."
 data=${DATA:-data/edu_fineweb100B}
 gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 # 1,048,576 tokens per step = 16 sequences * 1,024 tokens * micro-steps * GPUs
-# mpirun passes on SIGUSR1 only: that, SIGTERM or Ctrl-C here stops the run with a checkpoint (exit status 75)
-trap 'kill -USR1 "$run"' USR1 TERM INT
-mpirun -np "$gpus" --bind-to none ./train_gpt_fp8 \
+exec scripts/mpirun.sh -np "$gpus" --bind-to none ./train_gpt_fp8 \
     -i "$data/edu_fineweb_train_*.bin" \
     -j "$data/edu_fineweb_val_*.bin" \
     -o runs/gpt2_1558M \
@@ -27,10 +25,4 @@ mpirun -np "$gpus" --bind-to none ./train_gpt_fp8 \
     -s 300000 -g 384 ${TOKENIZER:+--tokenizer "$TOKENIZER"} \
     -n 2000 -nk 3 -y 1 \
     --save-model runs/gpt2_1558M/model.bin \
-    "$@" &
-run=$!
-while :; do # a signal interrupts `wait`
-    status=0
-    wait "$run" || status=$?
-    kill -0 "$run" 2>/dev/null || exit "$status"
-done
+    "$@"

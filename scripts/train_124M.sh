@@ -13,9 +13,7 @@ cd "$(dirname "$0")/.."
 data=${DATA:-data/fineweb10B}
 gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 # 524,288 tokens per step = 64 sequences * 1,024 tokens * micro-steps * GPUs, so GPUs is 1, 2, 4 or 8
-# mpirun passes on SIGUSR1 only: that, SIGTERM or Ctrl-C here stops the run with a checkpoint (exit status 75)
-trap 'kill -USR1 "$run"' USR1 TERM INT
-mpirun -np "$gpus" --bind-to none ./train_gpt_fp8 \
+exec scripts/mpirun.sh -np "$gpus" --bind-to none ./train_gpt_fp8 \
     -i "$data/fineweb_train_*.bin" \
     -j "$data/fineweb_val_*.bin" \
     -o runs/gpt2_124M \
@@ -26,10 +24,4 @@ mpirun -np "$gpus" --bind-to none ./train_gpt_fp8 \
     -s 20000 -g 144 ${TOKENIZER:+--tokenizer "$TOKENIZER"} \
     -n 5000 -nk 3 -y 1 \
     --save-model runs/gpt2_124M/model.bin \
-    "$@" &
-run=$!
-while :; do # a signal interrupts `wait`
-    status=0
-    wait "$run" || status=$?
-    kill -0 "$run" 2>/dev/null || exit "$status"
-done
+    "$@"
