@@ -40,6 +40,13 @@ typedef enum { PRECISION_FP8, PRECISION_BF16, PRECISION_FP32 } Precision;
 typedef enum { RECIPE_DELAYED, RECIPE_CURRENT } Recipe;
 typedef enum { SAVE_BF16, SAVE_FP32 } SaveDtype;
 typedef enum { PARAM_ROUNDING_STOCHASTIC, PARAM_ROUNDING_NEAREST } ParamRounding;
+typedef enum {
+    GRAD_REDUCE_AUTO, // until config_finish: the format of --precision
+    GRAD_REDUCE_FP8,
+    GRAD_REDUCE_BF16,
+    GRAD_REDUCE_FP32,
+    GRAD_REDUCE_FP8_ALLREDUCE
+} GradReduce;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
 
 // Bits of TrainConfig.bf16_ops, in the order of the row's choices.
@@ -118,7 +125,9 @@ typedef struct {
     int profile;       // steps whose time is split up by op, once scales are warm; 0: none
     int threads;       // CPU build; 0: all cores
     int dry_run;       // 1: print settings and memory plan and stop
-    int zero_stage;    // llm.c's -z; 1 means the same as 0 on one rank
+    int zero_stage;    // llm.c's -z; 1: optimizer state is sharded (ZeRO-1), which on one rank is the same as 0
+    int grad_reduce;   // GradReduce
+    float comm_timeout; // seconds after which a collective has failed; 0: never
     int num_processes; // llm.c's -pn; 0: as many as mpirun started
     int process_rank;  // llm.c's -pr; -1: as mpirun says
     int gpus_per_node; // llm.c's -pg; without effect under mpirun, there as here
@@ -319,8 +328,13 @@ static inline const Flag* config_flags(int* count) {
          "recomputing activations in the backward pass to save memory"},
 
         {NULL, NULL, FLAG_HEADING, FLAG_OF_VIEW, 0, NULL, 0, 0, NULL, NULL, "Several GPUs (mpirun, one process each)"},
-        {"zero-stage", "z", FLAG_INT, FLAG_OF_VIEW, FLAG_AT(zero_stage), "0", 0, 3, NULL, "N",
-         "optimizer state spread over GPUs: 0 (none); 1 means the same on one GPU"},
+        {"zero-stage", "z", FLAG_INT, FLAG_OF_RUN, FLAG_AT(zero_stage), "1", 0, 3, NULL, "N",
+         "1: optimizer state sharded over the GPUs (ZeRO-1); 0: every GPU has all of it"},
+        {"grad-reduce", NULL, FLAG_CHOICE, FLAG_OF_RUN, FLAG_AT(grad_reduce), "auto", 0, 0,
+         "auto|fp8|bf16|fp32|fp8-allreduce", "KIND",
+         "gradients between GPUs. fp8: E4M3, a scale per 256, summed in FP32; auto: the format of --precision"},
+        {"comm-timeout", NULL, FLAG_FLOAT, FLAG_OF_VIEW, FLAG_AT(comm_timeout), "45", 0, 1e6, NULL, "SECONDS",
+         "a collective that takes longer ends the run, naming the missing rank; 0: only dead ranks do"},
         {"num-processes", "pn", FLAG_INT, FLAG_OF_VIEW, FLAG_AT(num_processes), "0", 0, 65536, NULL, "N",
          "processes that mpirun must have started; 0: any number"},
         {"process-rank", "pr", FLAG_INT, FLAG_OF_VIEW, FLAG_AT(process_rank), "-1", -1, 65535, NULL, "N",
@@ -768,9 +782,13 @@ static inline void config_finish(TrainConfig* train, const GptConfig* gpt, int n
           "--num-processes (-pn): %d processes, but mpirun started %d", train->num_processes, num_ranks);
     check(train->process_rank == -1 || train->process_rank == rank,
           "--process-rank (-pr): rank %d, but mpirun says %d", train->process_rank, rank);
-    check(train->zero_stage == 0 || (train->zero_stage == 1 && num_ranks == 1),
-          "--zero-stage (-z): the value '%d' of this llm.c flag is not supported by this version on %d GPUs; want 0",
-          train->zero_stage, num_ranks);
+    check(train->zero_stage <= 1, "--zero-stage (-z): the value '%d' of this llm.c flag is not supported; want 0 or 1",
+          train->zero_stage);
+    if (train->grad_reduce == GRAD_REDUCE_AUTO) {
+        train->grad_reduce = train->precision == PRECISION_FP8    ? GRAD_REDUCE_FP8
+                             : train->precision == PRECISION_BF16 ? GRAD_REDUCE_BF16
+                                                                  : GRAD_REDUCE_FP32;
+    }
     check(!train->fp8_lm_head || train->precision == PRECISION_FP8, "--fp8-lm-head 1 needs --precision fp8");
     int first = train->bf16_first_layers, last = train->bf16_last_layers, L = gpt->num_layers;
     check(first + last <= L, "--bf16-layers %d,%d: more than the model's %d layers", first, last, L);

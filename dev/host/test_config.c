@@ -70,7 +70,7 @@ static void test_defaults_are_llmcs(void) {
     expect(t.beta1 == 0.9f && t.beta2 == 0.95f && t.eps == 1e-8f && t.grad_clip == 1.0f, "adamw");
     expect(t.skip_loss_z == 0.0f && t.skip_grad_z == 0.0f, "outliers");
     expect(t.val_every == 20 && t.val_max_steps == 20 && t.sample_every == 20 && t.sample_length == 64, "evaluation");
-    expect(t.overfit_single_batch == 0 && t.output_dir[0] == 0 && t.zero_stage == 0 && t.seed == 42, "run");
+    expect(t.overfit_single_batch == 0 && t.output_dir[0] == 0 && t.zero_stage == 1 && t.seed == 42, "run");
     expect(t.precision == PRECISION_FP8 && t.recipe == RECIPE_DELAYED && t.amax_history == 1024 &&
            t.amax_algo == 0 /* max */ && t.margin == 0 && t.headroom == 1.0f && t.max_skips == 10, "numerics");
     expect(t.fp8_lm_head == 0 && t.fast_accum == 1 /* forward */ && t.autotune == 1 && t.autotune_cache[0] == 0,
@@ -243,8 +243,17 @@ static void test_unsupported_is_refused(void) {
     GptConfig g;
     parse(&line, &t, &g);
     config_finish(&t, &g, 4, 2);
-    expect_dies(parse_for_four_ranks, (void*)(uintptr_t)"-i x -z 1", "--zero-stage (-z): the value '1' of this llm.c "
-                "flag is not supported by this version on 4 GPUs");
+    // gradients travel in the precision of the run, unless --grad-reduce says otherwise
+    static const struct { const char* line; GradReduce want; } wires[] = {
+        {"-i x", GRAD_REDUCE_FP8}, {"-i x --precision bf16", GRAD_REDUCE_BF16},
+        {"-i x --precision fp32", GRAD_REDUCE_FP32}, {"-i x --precision bf16 --grad-reduce fp8", GRAD_REDUCE_FP8},
+        {"-i x --grad-reduce fp8-allreduce -z 0", GRAD_REDUCE_FP8_ALLREDUCE}};
+    for (size_t i = 0; i < sizeof(wires) / sizeof(wires[0]); i++) {
+        Line wire = line_of(wires[i].line);
+        parse(&wire, &t, &g);
+        config_finish(&t, &g, 4, 2);
+        expect(t.grad_reduce == (int)wires[i].want, "'%s': --grad-reduce %d", wires[i].line, t.grad_reduce);
+    }
 }
 
 static void test_bad_lines(void) {
