@@ -139,6 +139,8 @@ typedef enum {
     OP_CLASSIFIER,
     OP_LOSS_ADD,
     OP_GLOBAL_NORM,
+    OP_NORM_OF_SLICES,
+    OP_NORM_OF_RANKS,
     OP_ADAMW_UPDATE,
     OP_PARAMS_FROM_MASTER,
     OP_SCALE_SLOTS_GATHER,
@@ -162,7 +164,8 @@ typedef enum {
     ARG_I32,
     ARG_CODES, // FP8
     ARG_SLOTS, // ScaleSlot
-    ARG_STATE  // StepState, four words: loss, grad_norm (float), skip, slots_warming (int)
+    ARG_STATE, // StepState, four words: loss, grad_norm (float), skip, slots_warming (int)
+    ARG_NORMS  // RankNorm, 16 bytes: squares (double), loss, unused (float)
 } ArgType;
 
 typedef enum {
@@ -186,6 +189,12 @@ typedef struct {
     int skip, slots_warming;
 } HostState;
 
+// The words of ARG_NORMS.
+typedef struct {
+    double squares;
+    float loss, unused;
+} HostNorm;
+
 enum { MAX_ARGS = 20 };
 
 // An argument that is not in the list is NULL in the call: that is how forms are left out.
@@ -201,6 +210,7 @@ typedef struct {
     int t, stochastic;
     uint64_t seed;
     size_t index;
+    const Shards* shards; // of norm_of_slices
     const Bucket* bucket; // of the ops between ranks; params: the pieces lie at their offsets in it
     int num_ranks, rank;
     ScaleRecipe recipe;
@@ -209,7 +219,18 @@ typedef struct {
 } OpCall;
 
 static inline size_t arg_element_bytes(ArgType type) {
-    return type == ARG_CODES ? 1 : type == ARG_SLOTS ? sizeof(ScaleSlot) : type == ARG_STATE ? sizeof(HostState) : 4;
+    switch (type) {
+    case ARG_CODES:
+        return 1;
+    case ARG_SLOTS:
+        return sizeof(ScaleSlot);
+    case ARG_STATE:
+        return sizeof(HostState);
+    case ARG_NORMS:
+        return sizeof(HostNorm);
+    default:
+        return 4;
+    }
 }
 
 static inline OpCall op_call(OpName op) {
@@ -459,7 +480,9 @@ static inline void compare_arg(const char* what, const Arg* got, const Arg* want
 static inline void expect_no_poison(const char* what, const OpCall* call) {
     for (int i = 0; i < call->num_args; i++) {
         const Arg* arg = &call->arg[i];
-        if (arg->role != ARG_OUT || arg->type == ARG_SLOTS || arg->type == ARG_STATE) { continue; }
+        if (arg->role != ARG_OUT || arg->type == ARG_SLOTS || arg->type == ARG_STATE || arg->type == ARG_NORMS) {
+            continue;
+        }
         for (size_t k = 0; k < arg->n; k++) {
             int poisoned = arg->type == ARG_CODES ? ((const uint8_t*)arg->host)[k] == 0xFF
                                                   : ((const uint32_t*)arg->host)[k] >= 0xFFFF0000u;

@@ -1,7 +1,10 @@
 // What several ranks send each other, made and taken apart on one GPU, without the sending: one layer's bucket and the
 // last one (embeddings) of d12 on 8 ranks and d48 on 4, the fc weight's slice and its transpose, and an odd model.
 //
+// Then rank 0's part of the norm.
+//
 //     bench-grad_reduce
+#include "../lib/grad_norm.cuh"
 #include "../lib/grad_reduce.cuh"
 
 #include "bench.cuh"
@@ -32,6 +35,9 @@ typedef struct {
     float* master; // (OC, C)
     int OC, C;
     size_t slice;
+    const Shards* shards;
+    RankNorm* parts;  // (num_ranks)
+    StepState* state; // (2): of norm_of_ranks, of global_norm
 } Args;
 
 static void run_quantize(Device* dev, const void* args) {
@@ -73,6 +79,11 @@ static void run_slice(Device* dev, const void* args) {
 static void run_transpose(Device* dev, const void* args) {
     const Args* a = (const Args*)args;
     transpose_weight(dev, (e4m3*)a->transposed, (const e4m3*)a->data, a->OC, a->C);
+}
+
+static void run_norm(Device* dev, const void* args) {
+    const Args* a = (const Args*)args;
+    norm_of_slices(dev, a->parts + a->rank, a->state, a->grads, a->shards, a->rank);
 }
 
 static void fill_grads(Bench* b, const Args* a, size_t n, int seed) {
@@ -279,6 +290,31 @@ static void bench_weight(Bench* b, const char* size, int C, int num_ranks) {
     }
 }
 
+// Rank 0's part of the norm; all ranks' parts together against the norm of the whole.
+static void bench_norm(Bench* b, const char* size, const Shards* shards, size_t n) {
+    Args a = {};
+    a.shards = shards;
+    a.grads = bench_float(b, n, SEED_GRADS);
+    a.parts = (RankNorm*)bench_poisoned(b, (size_t)shards->num_ranks * sizeof(RankNorm));
+    a.state = (StepState*)device_malloc(b->dev, 2 * sizeof(StepState));
+    device_zero(b->dev, a.state, 2 * sizeof(StepState));
+    for (a.rank = shards->num_ranks - 1; a.rank > 0; a.rank--) {
+        run_norm(b->dev, &a);
+    }
+    run_norm(b->dev, &a);
+    norm_of_ranks(b->dev, a.state, a.parts, shards->num_ranks);
+    global_norm(b->dev, a.state + 1, a.grads, n);
+    StepState state[2];
+    device_copy_out(b->dev, state, a.state, sizeof(state));
+    bench_expect_near(b, "norm_of_ranks", 0, state[0].grad_norm, state[1].grad_norm, 0x1p-20, 0.0);
+    bench_expect(b, state[0].skip == 0, "norm_of_ranks: skip %d, want 0", state[0].skip);
+    bench_report(b, "norm_of_slices", size, run_norm, &a, 4.0 * (double)shards_owned(shards, 0));
+    void* pointers[] = {a.grads, a.parts, a.state};
+    for (size_t i = 0; i < sizeof(pointers) / sizeof(pointers[0]); i++) {
+        device_release(b->dev, pointers[i]);
+    }
+}
+
 int main(void) {
     Bench b = bench_create(1024);
     for (size_t i = 0; i < sizeof(exchange_sizes) / sizeof(exchange_sizes[0]); i++) {
@@ -294,6 +330,8 @@ int main(void) {
         bench_bucket(&b, size, &shards.bucket[e.L], table.num_parameters, e.num_ranks);
         snprintf(size, sizeof(size), "%s fc, %d ranks", e.name, e.num_ranks);
         bench_weight(&b, size, e.C, e.num_ranks);
+        snprintf(size, sizeof(size), "%s, %d ranks", e.name, e.num_ranks);
+        bench_norm(&b, size, &shards, table.num_parameters);
         shards_free(&shards);
     }
     return bench_finish(&b);

@@ -304,6 +304,13 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
     case OP_GLOBAL_NORM:
         global_norm(dev, (StepState*)probe_at(a, "state"), PROBE_F32("grads"), c->n);
         break;
+    case OP_NORM_OF_SLICES:
+        norm_of_slices(dev, (RankNorm*)probe_at(a, "part"), (StepState*)probe_at(a, "state"), PROBE_F32("grads"),
+                       c->shards, c->rank);
+        break;
+    case OP_NORM_OF_RANKS:
+        norm_of_ranks(dev, (StepState*)probe_at(a, "state"), (RankNorm*)probe_at(a, "parts"), c->num_ranks);
+        break;
     case OP_ADAMW_UPDATE:
         adamw_update(dev, probe_param_state(a), probe_adamw(c), (StepState*)probe_at(a, "state"));
         break;
@@ -334,6 +341,7 @@ static void probe_call(Device* dev, const ProbeArgs* a) {
 
 static void probe_op(void* device, OpCall* call) {
     static_assert(sizeof(HostState) == sizeof(StepState), "the words of a StepState");
+    static_assert(sizeof(HostNorm) == sizeof(RankNorm), "the words of a RankNorm");
     Device* dev = (Device*)device;
     ProbeBuffer buffer[MAX_ARGS], workspace;
     ProbeArgs args;

@@ -42,6 +42,8 @@ static const NamedTest op_tests[] = {
     {"ops_params_from_master", ops_params_from_master},
     {"ops_scale_slots", ops_scale_slots},
     {"ops_bf16_round_trip", ops_bf16_round_trip},
+    {"ops_norm_of_slices", ops_norm_of_slices},
+    {"ops_norm_of_ranks", ops_norm_of_ranks},
     {"ops_grad_quantize", ops_grad_quantize},
     {"ops_grad_sum", ops_grad_sum},
     {"ops_grad_pack", ops_grad_pack},

@@ -284,6 +284,136 @@ static void ops_grad_unpack(void) {
     for_each_bucket(grad_unpack_case);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// the norm over ranks
+
+static HostState* state_with_loss(Arena* arena, float loss) {
+    HostState* state = (HostState*)arena_bytes(arena, sizeof(HostState));
+    state->loss = loss, state->grad_norm = -1.0f, state->skip = -3, state->slots_warming = -5;
+    return state;
+}
+
+// One rank's part against FP64 over its slices, on both floors; returns the sum of the squares.
+static double norm_part_case(Arena* arena, const char* what, const Shards* shards, float* grads, size_t n, int rank) {
+    double squares = 0.0;
+    size_t owned = 0;
+    for (int b = 0; b < shards->num_buckets; b++) {
+        for (int p = 0; p < shards->bucket[b].num_pieces; p++) {
+            const Piece* piece = &shards->bucket[b].piece[p];
+            for (size_t i = 0; i < piece->slice; i++) {
+                long long place = slice_place(piece, rank, i);
+                if (place < 0) { continue; }
+                squares += (double)grads[place] * (double)grads[place];
+                owned++;
+            }
+        }
+    }
+    OpCall call = op_call(OP_NORM_OF_SLICES);
+    call.shards = shards, call.rank = rank, call.C = 4096;
+    arg_add(&call, "part", ARG_NORMS, ARG_OUT, arena_bytes(arena, sizeof(HostNorm)), 1);
+    arg_add(&call, "state", ARG_STATE, ARG_IN, state_with_loss(arena, 2.5f), 1);
+    arg_add(&call, "grads", ARG_F32, ARG_IN, grads, n);
+    Rule rules[] = {rule_ignore("part")};
+    OpOutcome outcome = run_case(arena, what, &call, rules, 1);
+    const OpCall* calls[2] = {&outcome.reference, &outcome.subject};
+    for (int k = 0; k < 2; k++) {
+        const HostNorm* part = (const HostNorm*)arg_find(calls[k], "part")->host;
+        int is_right = isfinite(squares) ? fabs(part->squares - squares) <= sum_factor((double)owned) * squares
+                                         : !isfinite(part->squares);
+        expect(is_right, "%s, floor %d: squares %.12g, want %.12g", what, k, part->squares, squares);
+        expect(part->loss == 2.5f && part->unused == 0.0f, "%s, floor %d: loss %g, unused %g, want 2.5, 0", what, k,
+               (double)part->loss, (double)part->unused);
+    }
+    return squares;
+}
+
+// Every element belongs to one rank's part. Behind it: an element that is not finite makes its owner's part not finite.
+static void ops_norm_of_slices(void) {
+    if (op_test_skipped()) { return; }
+    for (int i = 0; i < NUM_SHARD_CASES; i++) {
+        ShardCase c = shard_cases[i];
+        if (c.big && !op_floors.thorough) { continue; }
+        GptConfig config;
+        memset(&config, 0, sizeof(config));
+        config.max_seq_len = c.maxT, config.padded_vocab_size = c.Vp, config.num_layers = c.L, config.channels = c.C;
+        ParameterTable table = parameter_table(config);
+        size_t n = table.num_parameters;
+        for (int k = 0; k < NUM_SHARD_RANKS; k++) {
+            Arena arena = {};
+            Shards shards = shards_create(&table, shard_ranks[k]);
+            float* grads = random_floats(&arena, n, 0, 1e-3, 36);
+            char what[96];
+            double whole = 0.0, parts = 0.0;
+            for (size_t e = 0; e < n; e++) {
+                whole += (double)grads[e] * (double)grads[e];
+            }
+            for (int rank = 0; rank < shards.num_ranks; rank++) {
+                snprintf(what, sizeof(what), "C %d, %d ranks, rank %d", c.C, shards.num_ranks, rank);
+                parts += norm_part_case(&arena, what, &shards, grads, n, rank);
+            }
+            expect(fabs(parts - whole) <= 1e-12 * whole, "C %d, %d ranks: parts add up to %.12g, want %.12g", c.C,
+                   shards.num_ranks, parts, whole);
+            const Piece* piece = &shards.bucket[0].piece[0]; // rank 0 has its first element, another its last
+            grads[piece->offset] = -INFINITY;
+            grads[piece->offset + piece->n - 1] = NAN;
+            norm_part_case(&arena, "damaged", &shards, grads, n, 0);
+            norm_part_case(&arena, "damaged", &shards, grads, n, (int)((piece->n - 1) / piece->slice));
+            shards_free(&shards);
+            arena_free(&arena);
+        }
+    }
+}
+
+// In rank order and FP64, on both floors to the bit; the values are such that another order gives another sum.
+static void ops_norm_of_ranks(void) {
+    if (op_test_skipped()) { return; }
+    int counts[] = {1, 2, 3, 8, 70};
+    for (int i = 0; i < 5; i++) {
+        // 1: NaN squares, 2: Inf squares, 3: NaN loss, 4: Inf loss, 5: finite squares of an infinite norm; of one rank
+        for (int damage = 0; damage < 6; damage++) {
+            Arena arena = {};
+            int ranks = counts[i], sick = ranks / 2;
+            HostNorm* parts = (HostNorm*)arena_bytes(&arena, (size_t)ranks * sizeof(HostNorm));
+            double loss = 0.0, squares = 0.0;
+            for (int r = 0; r < ranks; r++) {
+                double random = (double)rng_uniform(20261121, 61, (uint64_t)r);
+                parts[r].squares = ldexp(0.1 + random, r % 3 == 1 ? 60 : 0);
+                parts[r].loss = ldexpf((float)random, r % 2 ? 30 : -30);
+            }
+            if (damage == 1) { parts[sick].squares = NAN; }
+            if (damage == 2) { parts[sick].squares = INFINITY; }
+            if (damage == 3) { parts[sick].loss = NAN; }
+            if (damage == 4) { parts[sick].loss = -INFINITY; }
+            if (damage == 5) { parts[sick].squares = 1e80; }
+            for (int r = 0; r < ranks; r++) {
+                loss += (double)parts[r].loss;
+                squares += parts[r].squares;
+            }
+            OpCall call = op_call(OP_NORM_OF_RANKS);
+            call.num_ranks = ranks;
+            arg_add(&call, "state", ARG_STATE, ARG_INOUT, state_with_loss(&arena, 7.0f), 1);
+            arg_add(&call, "parts", ARG_NORMS, ARG_IN, parts, (size_t)ranks);
+            Rule rules[] = {rule_ignore("state")};
+            OpOutcome outcome = run_case(&arena, "norm_of_ranks", &call, rules, 1);
+            const OpCall* calls[2] = {&outcome.reference, &outcome.subject};
+            for (int k = 0; k < 2; k++) {
+                const HostState* state = (const HostState*)arg_find(calls[k], "state")->host;
+                expect(same_float(state->loss, (float)loss) && same_float(state->grad_norm, (float)sqrt(squares)),
+                       "%d ranks, damage %d, floor %d: loss %a, norm %a, want %a, %a", ranks, damage, k,
+                       (double)state->loss, (double)state->grad_norm, (double)(float)loss,
+                       (double)(float)sqrt(squares));
+                expect(state->skip == (damage != 0) && state->slots_warming == -5,
+                       "%d ranks, damage %d, floor %d: skip %d, warming %d", ranks, damage, k, state->skip,
+                       state->slots_warming);
+            }
+            arena_free(&arena);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// parameters and weights
+
 // Every rank packs its slices, and what all ranks packed is unpacked into parameters that were other ones.
 static void param_pack_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
     float *params = random_bf16(arena, n, 0, 1, 34), *other = random_bf16(arena, n, 0, 1, 35);

@@ -112,6 +112,13 @@ typedef struct {
     int slots_warming; // FP8 slots that want a measuring pass in the next step
 } StepState;
 
+// What a rank tells the others about its share of a step: norm_of_slices makes it, norm_of_ranks reads all of them.
+typedef struct {
+    double squares; // sum of the squares of the gradients that the rank owns
+    float loss;     // its share of the loss
+    float unused;   // 0
+} RankNorm;
+
 typedef struct {
     float lr, beta1, beta2, eps, weight_decay;
     float grad_clip; // gradients are multiplied by min(1, grad_clip / grad_norm); 0 = no clipping
@@ -289,6 +296,14 @@ void loss_add(Device* dev, StepState* state, const float* losses, float factor, 
 
 // state->grad_norm = sqrt(sum of grads^2) in fixed order; state->skip = 1 if it or state->loss is not finite, else 0
 void global_norm(Device* dev, StepState* state, const float* grads, size_t n);
+// The same over ranks that own slices, in two steps with an all-gather of RankNorm between them.
+// part->squares = sum of grads^2 over the rank's slices of all buckets, in fixed order; part->loss = state->loss
+// grads (num_parameters) FP32; shards is read on the host
+void norm_of_slices(Device* dev, RankNorm* part, const StepState* state, const float* grads, const Shards* shards,
+                    int rank);
+// state->loss = sum of the parts' (num_ranks), state->grad_norm = sqrt(sum of their squares), both in FP64 in rank order
+// and rounded once; state->skip = 1 if one of them is not finite, else 0. The same parts give the same bits everywhere
+void norm_of_ranks(Device* dev, StepState* state, const RankNorm* parts, int num_ranks);
 // AdamW (Loshchilov & Hutter 2019, decoupled decay) on p; does nothing when state->skip. Writes param and raises slots.
 void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state);
 // param and slots from the master weights, without an update: after initialisation or loading. With adamw.stochastic

@@ -111,6 +111,12 @@ static inline void cost_classifier(Device* dev, int with_gradient, int rows, int
 }
 static inline void cost_loss_add(Device* dev, size_t n) { cost_mark(dev, "loss add", 4.0 * (double)n, 0.0, 0); }
 static inline void cost_global_norm(Device* dev, size_t n) { cost_mark(dev, "global norm", 4.0 * (double)n, 0.0, 0); }
+static inline void cost_norm_of_slices(Device* dev, const Shards* shards) {
+    cost_mark(dev, "norm of slices", 4.0 * (double)shards->shard, 0.0, 0);
+}
+static inline void cost_norm_of_ranks(Device* dev, int num_ranks) {
+    cost_mark(dev, "norm of ranks", (double)sizeof(RankNorm) * num_ranks, 0.0, 0);
+}
 
 // gradient in; master and both moments in and out; param out
 static inline void cost_adamw_update(Device* dev, ParamState p) {

@@ -1100,8 +1100,8 @@ void loss_add(Device* dev, StepState* state, const float* losses, float factor, 
 
 #define NORM_CHUNKS 1024
 
-void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
-    cost_global_norm(dev, n);
+// Sum of the squares of x (n); its order depends on n alone.
+static inline double sum_of_squares(const Device* dev, const float* x, size_t n) {
     double sums[NORM_CHUNKS];
     size_t chunk = (n + NORM_CHUNKS - 1) / NORM_CHUNKS;
 #pragma omp parallel for schedule(static) num_threads(cpu_threads_for(dev, 1e-4 * n))
@@ -1110,7 +1110,7 @@ void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
         double sum = 0.0; // squares of FP32 gradients neither overflow nor vanish in FP64
 #pragma omp simd reduction(+ : sum)
         for (size_t i = start; i < end; i++) {
-            sum += (double)grads[i] * (double)grads[i];
+            sum += (double)x[i] * (double)x[i];
         }
         sums[c] = sum;
     }
@@ -1118,8 +1118,49 @@ void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
     for (int c = 0; c < NORM_CHUNKS; c++) {
         sum += sums[c];
     }
-    state->grad_norm = (float)sqrt(sum);
+    return sum;
+}
+
+static inline void set_norm(StepState* state, double squares) {
+    state->grad_norm = (float)sqrt(squares);
     state->skip = !is_finite_bits(state->grad_norm) || !is_finite_bits(state->loss);
+}
+
+void global_norm(Device* dev, StepState* state, const float* grads, size_t n) {
+    cost_global_norm(dev, n);
+    set_norm(state, sum_of_squares(dev, grads, n));
+}
+
+static inline void check_ranks(const char* name, int num_ranks, int rank) {
+    check(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "%s: rank %d of %d, want 0 <= rank < ranks", name, rank,
+          num_ranks);
+}
+
+void norm_of_slices(Device* dev, RankNorm* part, const StepState* state, const float* grads, const Shards* shards,
+                    int rank) {
+    cost_norm_of_slices(dev, shards);
+    check_ranks("norm_of_slices", shards->num_ranks, rank);
+    RankNorm own = {0.0, state->loss, 0.0f};
+    for (int b = 0; b < shards->num_buckets; b++) {
+        for (int p = 0; p < shards->bucket[b].num_pieces; p++) {
+            const Piece* piece = &shards->bucket[b].piece[p];
+            SliceRange range = piece_owned(piece, rank);
+            own.squares += sum_of_squares(dev, grads + piece->offset + range.begin, range.end - range.begin);
+        }
+    }
+    *part = own;
+}
+
+void norm_of_ranks(Device* dev, StepState* state, const RankNorm* parts, int num_ranks) {
+    cost_norm_of_ranks(dev, num_ranks);
+    check_ranks("norm_of_ranks", num_ranks, 0);
+    double loss = 0.0, squares = 0.0;
+    for (int r = 0; r < num_ranks; r++) {
+        loss += (double)parts[r].loss;
+        squares += parts[r].squares;
+    }
+    state->loss = (float)loss;
+    set_norm(state, squares);
 }
 
 // Elements of one layer that are updated, or copied, by one task.
@@ -1230,11 +1271,6 @@ void scale_slots_step(Device* dev, ScaleSlot* slots, const float* amaxes, int nu
 
 // ---------------------------------------------------------------------------------------------------------------------
 // what several ranks send each other: blocks of chunks in parallel (chunk_block of shards.h says where they lie)
-
-static inline void check_ranks(const char* name, int num_ranks, int rank) {
-    check(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "%s: rank %d of %d, want 0 <= rank < ranks", name, rank,
-          num_ranks);
-}
 
 #define BLOCK_BYTES 2048.0 // that a block of any of these ops moves, about: for cpu_threads_for, at 10 GB/s
 
