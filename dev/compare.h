@@ -212,7 +212,7 @@ typedef struct {
     size_t index;
     const Shards* shards; // of norm_of_slices
     const Bucket* bucket; // of the ops between ranks; params: the pieces lie at their offsets in it
-    int num_ranks, rank;
+    int num_ranks, rank; // of grad_pack and grad_unpack: how many, and the first
     ScaleRecipe recipe;
     int measure_first, record;
     char broken[128]; // after the call: what was written outside its buffer; "" when nothing was

@@ -50,19 +50,19 @@ static void run_sum(Device* dev, const void* args) {
 }
 static void run_pack_bf16(Device* dev, const void* args) {
     const Args* a = (const Args*)args;
-    grad_pack_bf16(dev, a->packed, a->grads, &a->bucket, a->num_ranks);
+    grad_pack_bf16(dev, a->packed, a->grads, &a->bucket, 0, a->num_ranks);
 }
 static void run_unpack_bf16(Device* dev, const void* args) {
     const Args* a = (const Args*)args;
-    grad_unpack_bf16(dev, a->grads, a->packed, &a->bucket, a->rank);
+    grad_unpack_bf16(dev, a->grads, a->packed, &a->bucket, a->rank, 1);
 }
 static void run_pack_fp32(Device* dev, const void* args) {
     const Args* a = (const Args*)args;
-    grad_pack_fp32(dev, a->packed_f32, a->grads, &a->bucket, a->num_ranks);
+    grad_pack_fp32(dev, a->packed_f32, a->grads, &a->bucket, 0, a->num_ranks);
 }
 static void run_unpack_fp32(Device* dev, const void* args) {
     const Args* a = (const Args*)args;
-    grad_unpack_fp32(dev, a->grads, a->packed_f32, &a->bucket, a->rank);
+    grad_unpack_fp32(dev, a->grads, a->packed_f32, &a->bucket, a->rank, 1);
 }
 static void run_param_pack(Device* dev, const void* args) {
     const Args* a = (const Args*)args;

@@ -237,16 +237,16 @@ static void probe_call_exchange_op(Device* dev, const ProbeArgs* a) {
         grad_sum(dev, PROBE_F32("grads"), (uint8_t*)probe_at(a, "received"), c->bucket, c->num_ranks, c->rank);
         break;
     case OP_GRAD_PACK_BF16:
-        grad_pack_bf16(dev, PROBE_BF16("packed"), PROBE_F32("grads"), c->bucket, c->num_ranks);
+        grad_pack_bf16(dev, PROBE_BF16("packed"), PROBE_F32("grads"), c->bucket, c->rank, c->num_ranks);
         break;
     case OP_GRAD_PACK_FP32:
-        grad_pack_fp32(dev, PROBE_F32("packed"), PROBE_F32("grads"), c->bucket, c->num_ranks);
+        grad_pack_fp32(dev, PROBE_F32("packed"), PROBE_F32("grads"), c->bucket, c->rank, c->num_ranks);
         break;
     case OP_GRAD_UNPACK_BF16:
-        grad_unpack_bf16(dev, PROBE_F32("grads"), PROBE_BF16("reduced"), c->bucket, c->rank);
+        grad_unpack_bf16(dev, PROBE_F32("grads"), PROBE_BF16("chunks"), c->bucket, c->rank, c->num_ranks);
         break;
     case OP_GRAD_UNPACK_FP32:
-        grad_unpack_fp32(dev, PROBE_F32("grads"), PROBE_F32("reduced"), c->bucket, c->rank);
+        grad_unpack_fp32(dev, PROBE_F32("grads"), PROBE_F32("chunks"), c->bucket, c->rank, c->num_ranks);
         break;
     case OP_PARAM_PACK:
     case OP_PARAM_UNPACK: {

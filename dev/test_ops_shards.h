@@ -229,21 +229,33 @@ static void ops_grad_sum(void) {
     for_each_bucket(grad_sum_case);
 }
 
+// Ranges of ranks whose chunks are packed or unpacked: all of them, some one, some several.
+static int rank_ranges(int first[3], int count[3], int num_ranks) {
+    first[0] = 0, count[0] = num_ranks;
+    first[1] = num_ranks / 2, count[1] = 1;
+    first[2] = 1, count[2] = num_ranks - 1;
+    return num_ranks == 1 ? 1 : 3;
+}
+
 static void grad_pack_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
     float* grads = assorted_grads(arena, n, bucket);
-    size_t count = bucket->chunk * (size_t)num_ranks;
-    for (int in_bf16 = 0; in_bf16 < 2; in_bf16++) {
+    int first[3], ranks[3], num_ranges = rank_ranges(first, ranks, num_ranks);
+    for (int k = 0; k < 2 * num_ranges; k++) {
+        int in_bf16 = k % 2, range = k / 2;
+        size_t count = bucket->chunk * (size_t)ranks[range];
         float* want = arena_floats(arena, count);
-        for (size_t k = 0; k < (size_t)num_ranks * (size_t)bucket->num_pieces; k++) {
-            const Piece* piece = &bucket->piece[k % (size_t)bucket->num_pieces];
-            size_t rank = k / (size_t)bucket->num_pieces;
-            for (size_t i = 0; i < piece->slice; i++) {
-                long long place = slice_place(piece, (int)rank, i);
-                float x = place >= 0 ? grads[place] : 0.0f;
-                want[rank * bucket->chunk + piece->at + i] = in_bf16 ? bf16_round(x) : x;
+        for (int r = 0; r < ranks[range]; r++) {
+            for (int p = 0; p < bucket->num_pieces; p++) {
+                const Piece* piece = &bucket->piece[p];
+                for (size_t i = 0; i < piece->slice; i++) {
+                    long long place = slice_place(piece, first[range] + r, i);
+                    float x = place >= 0 ? grads[place] : 0.0f;
+                    want[(size_t)r * bucket->chunk + piece->at + i] = in_bf16 ? bf16_round(x) : x;
+                }
             }
         }
-        OpCall call = exchange_call(in_bf16 ? OP_GRAD_PACK_BF16 : OP_GRAD_PACK_FP32, bucket, num_ranks, 0);
+        OpCall call =
+            exchange_call(in_bf16 ? OP_GRAD_PACK_BF16 : OP_GRAD_PACK_FP32, bucket, ranks[range], first[range]);
         arg_add(&call, "packed", in_bf16 ? ARG_BF16 : ARG_F32, ARG_OUT, arena_floats(arena, count), count);
         arg_add(&call, "grads", ARG_F32, ARG_IN, grads, n);
         Rule rules[] = {rule_exact("packed")};
@@ -258,24 +270,28 @@ static void ops_grad_pack(void) {
 }
 
 static void grad_unpack_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
-    float* reduced = random_bf16(arena, bucket->chunk, 0, 1, 33);
-    for (int in_bf16 = 0; in_bf16 < 2; in_bf16++) {
-        for (int rank = 0; rank < num_ranks; rank += rank_step(num_ranks)) {
-            float *grads = random_floats(arena, n, 0, 1, 32), *want = arena_floats(arena, n);
-            memcpy(want, grads, n * sizeof(float));
+    float* chunks = random_bf16(arena, bucket->chunk * (size_t)num_ranks, 0, 1, 33);
+    int first[3], ranks[3], num_ranges = rank_ranges(first, ranks, num_ranks);
+    for (int k = 0; k < 2 * num_ranges; k++) {
+        int in_bf16 = k % 2, range = k / 2;
+        float *grads = random_floats(arena, n, 0, 1, 32), *want = arena_floats(arena, n);
+        memcpy(want, grads, n * sizeof(float));
+        for (int r = 0; r < ranks[range]; r++) {
             for (int p = 0; p < bucket->num_pieces; p++) {
-                for (size_t i = 0; i < bucket->piece[p].slice; i++) {
-                    long long place = slice_place(&bucket->piece[p], rank, i);
-                    if (place >= 0) { want[place] = reduced[bucket->piece[p].at + i]; }
+                const Piece* piece = &bucket->piece[p];
+                for (size_t i = 0; i < piece->slice; i++) {
+                    long long place = slice_place(piece, first[range] + r, i);
+                    if (place >= 0) { want[place] = chunks[(size_t)r * bucket->chunk + piece->at + i]; }
                 }
             }
-            OpCall call = exchange_call(in_bf16 ? OP_GRAD_UNPACK_BF16 : OP_GRAD_UNPACK_FP32, bucket, num_ranks, rank);
-            arg_add(&call, "grads", ARG_F32, ARG_INOUT, grads, n);
-            arg_add(&call, "reduced", in_bf16 ? ARG_BF16 : ARG_F32, ARG_IN, reduced, bucket->chunk);
-            Rule rules[] = {rule_exact("grads")};
-            OpOutcome outcome = run_case(arena, what, &call, rules, 1);
-            expect_floats(what, &outcome, "grads", want, n);
         }
+        OpCall call =
+            exchange_call(in_bf16 ? OP_GRAD_UNPACK_BF16 : OP_GRAD_UNPACK_FP32, bucket, ranks[range], first[range]);
+        arg_add(&call, "grads", ARG_F32, ARG_INOUT, grads, n);
+        arg_add(&call, "chunks", in_bf16 ? ARG_BF16 : ARG_F32, ARG_IN, chunks, bucket->chunk * (size_t)ranks[range]);
+        Rule rules[] = {rule_exact("grads")};
+        OpOutcome outcome = run_case(arena, what, &call, rules, 1);
+        expect_floats(what, &outcome, "grads", want, n);
     }
 }
 
@@ -573,9 +589,9 @@ static void reduce_packed(Arena* arena, const char* what, float* sum, float* con
         total[i] = bf16_round(total[i]);
     }
     for (int rank = 0; rank < num_ranks; rank++) {
-        OpCall call = exchange_call(in_bf16 ? OP_GRAD_UNPACK_BF16 : OP_GRAD_UNPACK_FP32, bucket, num_ranks, rank);
+        OpCall call = exchange_call(in_bf16 ? OP_GRAD_UNPACK_BF16 : OP_GRAD_UNPACK_FP32, bucket, 1, rank);
         arg_add(&call, "grads", ARG_F32, ARG_INOUT, sum, n);
-        arg_add(&call, "reduced", type, ARG_IN, total + (size_t)rank * E, E);
+        arg_add(&call, "chunks", type, ARG_IN, total + (size_t)rank * E, E);
         run_subject(what, &call);
     }
 }

@@ -325,13 +325,17 @@ void grad_quantize(Device* dev, uint8_t* send, const float* grads, const Bucket*
 // The rank's own slices of grads (num_parameters) = sum over r of code * descale of received (num_ranks,
 // grad_wire_bytes(chunk)), in rank order, by fmaf: one rounding per rank. The rest of grads stays.
 void grad_sum(Device* dev, float* grads, const uint8_t* received, const Bucket* bucket, int num_ranks, int rank);
-// packed (num_ranks, chunk) = this rank's gradients of the bucket, in BF16 (rounded to nearest even, with --precision
-// fp32, too) or FP32; padding is zero
-void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int num_ranks);
-void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks);
-// The rank's own slices of grads = reduced (chunk)
-void grad_unpack_bf16(Device* dev, float* grads, const bf16* reduced, const Bucket* bucket, int rank);
-void grad_unpack_fp32(Device* dev, float* grads, const float* reduced, const Bucket* bucket, int rank);
+// packed (num_ranks, chunk) = slices of ranks first_rank .. first_rank + num_ranks - 1 of this rank's gradients of the
+// bucket, in BF16 (rounded to nearest even, with --precision fp32, too) or FP32; padding is zero. A reduce-scatter takes
+// all ranks' chunks, the all-gather of the sums the own one
+void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int first_rank, int num_ranks);
+void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int first_rank,
+                    int num_ranks);
+// Those ranks' slices of grads = chunks (num_ranks, chunk). The rest of grads stays
+void grad_unpack_bf16(Device* dev, float* grads, const bf16* chunks, const Bucket* bucket, int first_rank,
+                      int num_ranks);
+void grad_unpack_fp32(Device* dev, float* grads, const float* chunks, const Bucket* bucket, int first_rank,
+                      int num_ranks);
 // packed (chunk) = the rank's slices of the pieces, padding zero.   pieces (num_pieces) in device memory; chunk = the
 // sum of their slices
 void param_pack(Device* dev, bf16* packed, const ParamPiece* pieces, int num_pieces, size_t chunk, int rank);

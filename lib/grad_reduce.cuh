@@ -142,17 +142,17 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS)
     block_store(grads, sum, to);
 }
 
-// packed (num_ranks, chunk) = the bucket's gradients; see grad_pack_bf16.   4 read + 2 (BF16) or 4 written per element;
-// threads as grad_quantize_kernel
+// packed (num_ranks, chunk) = chunks of ranks first_rank + blockIdx.y; see grad_pack_bf16.   4 read + 2 (BF16) or 4
+// written per element; threads as grad_quantize_kernel
 template <typename T>
 __global__ void __launch_bounds__(EXCHANGE_THREADS)
-    grad_pack_kernel(T* packed, const float* grads, const __grid_constant__ Bucket bucket) {
+    grad_pack_kernel(T* packed, const float* grads, const __grid_constant__ Bucket bucket, int first_rank) {
     kernel_begin();
-    size_t block = warp_block(), rank = blockIdx.y;
+    size_t block = warp_block();
     if (block >= bucket.chunk / GRAD_BLOCK) { return; }
     float4 v[EXCHANGE_VECTORS];
-    block_load(v, grads, chunk_block(&bucket, block, (int)rank));
-    T* to = packed + rank * bucket.chunk + block * GRAD_BLOCK;
+    block_load(v, grads, chunk_block(&bucket, block, first_rank + (int)blockIdx.y));
+    T* to = packed + blockIdx.y * bucket.chunk + block * GRAD_BLOCK;
 #pragma unroll
     for (int k = 0; k < EXCHANGE_VECTORS; k++) {
         if (sizeof(T) == sizeof(float)) {
@@ -163,15 +163,16 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS)
     }
 }
 
-// own slices of grads = reduced (chunk); see grad_unpack_bf16.   threads as grad_sum_kernel
+// slices of ranks first_rank + blockIdx.y of grads = chunks (num_ranks, chunk); see grad_unpack_bf16.   threads as
+// grad_quantize_kernel
 template <typename T>
 __global__ void __launch_bounds__(EXCHANGE_THREADS)
-    grad_unpack_kernel(float* grads, const T* reduced, const __grid_constant__ Bucket bucket, int rank) {
+    grad_unpack_kernel(float* grads, const T* chunks, const __grid_constant__ Bucket bucket, int first_rank) {
     kernel_begin();
     size_t block = warp_block();
     if (block >= bucket.chunk / GRAD_BLOCK) { return; }
-    ChunkBlock to = chunk_block(&bucket, block, rank);
-    const T* from = reduced + block * GRAD_BLOCK; // a whole block: the chunk is padded
+    ChunkBlock to = chunk_block(&bucket, block, first_rank + (int)blockIdx.y);
+    const T* from = chunks + blockIdx.y * bucket.chunk + block * GRAD_BLOCK; // a whole block: the chunk is padded
     float4 v[EXCHANGE_VECTORS];
 #pragma unroll
     for (int k = 0; k < EXCHANGE_VECTORS; k++) {
@@ -326,28 +327,32 @@ void grad_sum(Device* dev, float* grads, const uint8_t* received, const Bucket* 
     launch(dev, grad_sum_kernel, grid, EXCHANGE_THREADS, 0, grads, received, *bucket, num_ranks, rank);
 }
 
-void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int num_ranks) {
+void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int first_rank,
+                    int num_ranks) {
     cost_grad_exchange(dev, "grad pack", bucket, 4.0 + sizeof(bf16), num_ranks);
     dim3 grid = exchange_grid("grad_pack_bf16", bucket->chunk, num_ranks, packed, grads);
-    launch(dev, grad_pack_kernel<bf16>, grid, EXCHANGE_THREADS, 0, packed, grads, *bucket);
+    launch(dev, grad_pack_kernel<bf16>, grid, EXCHANGE_THREADS, 0, packed, grads, *bucket, first_rank);
 }
 
-void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks) {
+void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int first_rank,
+                    int num_ranks) {
     cost_grad_exchange(dev, "grad pack", bucket, 8.0, num_ranks);
     dim3 grid = exchange_grid("grad_pack_fp32", bucket->chunk, num_ranks, packed, grads);
-    launch(dev, grad_pack_kernel<float>, grid, EXCHANGE_THREADS, 0, packed, grads, *bucket);
+    launch(dev, grad_pack_kernel<float>, grid, EXCHANGE_THREADS, 0, packed, grads, *bucket, first_rank);
 }
 
-void grad_unpack_bf16(Device* dev, float* grads, const bf16* reduced, const Bucket* bucket, int rank) {
-    cost_grad_exchange(dev, "grad unpack", bucket, 4.0 + sizeof(bf16), 1);
-    dim3 grid = exchange_grid("grad_unpack_bf16", bucket->chunk, 1, grads, reduced);
-    launch(dev, grad_unpack_kernel<bf16>, grid, EXCHANGE_THREADS, 0, grads, reduced, *bucket, rank);
+void grad_unpack_bf16(Device* dev, float* grads, const bf16* chunks, const Bucket* bucket, int first_rank,
+                      int num_ranks) {
+    cost_grad_exchange(dev, "grad unpack", bucket, 4.0 + sizeof(bf16), num_ranks);
+    dim3 grid = exchange_grid("grad_unpack_bf16", bucket->chunk, num_ranks, grads, chunks);
+    launch(dev, grad_unpack_kernel<bf16>, grid, EXCHANGE_THREADS, 0, grads, chunks, *bucket, first_rank);
 }
 
-void grad_unpack_fp32(Device* dev, float* grads, const float* reduced, const Bucket* bucket, int rank) {
-    cost_grad_exchange(dev, "grad unpack", bucket, 8.0, 1);
-    dim3 grid = exchange_grid("grad_unpack_fp32", bucket->chunk, 1, grads, reduced);
-    launch(dev, grad_unpack_kernel<float>, grid, EXCHANGE_THREADS, 0, grads, reduced, *bucket, rank);
+void grad_unpack_fp32(Device* dev, float* grads, const float* chunks, const Bucket* bucket, int first_rank,
+                      int num_ranks) {
+    cost_grad_exchange(dev, "grad unpack", bucket, 8.0, num_ranks);
+    dim3 grid = exchange_grid("grad_unpack_fp32", bucket->chunk, num_ranks, grads, chunks);
+    launch(dev, grad_unpack_kernel<float>, grid, EXCHANGE_THREADS, 0, grads, chunks, *bucket, first_rank);
 }
 
 void param_pack(Device* dev, bf16* packed, const ParamPiece* pieces, int num_pieces, size_t chunk, int rank) {

@@ -1324,12 +1324,12 @@ void grad_sum(Device* dev, float* grads, const uint8_t* received, const Bucket* 
     }
 }
 
-static inline void grad_pack(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks,
-                             int round) {
+static inline void grad_pack(Device* dev, float* packed, const float* grads, const Bucket* bucket, int first_rank,
+                             int num_ranks, int round) {
     size_t blocks = bucket->chunk / GRAD_BLOCK, num_blocks = blocks * (size_t)num_ranks;
 #pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, num_blocks))
     for (size_t i = 0; i < num_blocks; i++) {
-        ChunkBlock from = chunk_block(bucket, i % blocks, (int)(i / blocks));
+        ChunkBlock from = chunk_block(bucket, i % blocks, first_rank + (int)(i / blocks));
         for (int k = 0; k < GRAD_BLOCK; k++) {
             float x = k < from.count ? grads[from.offset + (size_t)k] : 0.0f;
             packed[i * GRAD_BLOCK + (size_t)k] = round ? bf16_round(x) : x;
@@ -1337,35 +1337,42 @@ static inline void grad_pack(Device* dev, float* packed, const float* grads, con
     }
 }
 
-static inline void grad_unpack(Device* dev, float* grads, const float* reduced, const Bucket* bucket, int rank) {
-    size_t blocks = bucket->chunk / GRAD_BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, blocks))
-    for (size_t block = 0; block < blocks; block++) {
-        ChunkBlock to = chunk_block(bucket, block, rank);
-        memcpy(grads + to.offset, reduced + block * GRAD_BLOCK, (size_t)to.count * sizeof(float));
+static inline void grad_unpack(Device* dev, float* grads, const float* chunks, const Bucket* bucket, int first_rank,
+                               int num_ranks) {
+    size_t blocks = bucket->chunk / GRAD_BLOCK, num_blocks = blocks * (size_t)num_ranks;
+#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, num_blocks))
+    for (size_t i = 0; i < num_blocks; i++) {
+        ChunkBlock to = chunk_block(bucket, i % blocks, first_rank + (int)(i / blocks));
+        if (to.count > 0) { memcpy(grads + to.offset, chunks + i * GRAD_BLOCK, (size_t)to.count * sizeof(float)); }
     }
 }
 
-void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int num_ranks) {
+void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int first_rank,
+                    int num_ranks) {
     cost_grad_exchange(dev, "grad pack", bucket, 4.0 + sizeof(bf16), num_ranks);
     check_ranks("grad_pack_bf16", num_ranks, 0);
-    grad_pack(dev, packed, grads, bucket, num_ranks, 1);
+    grad_pack(dev, packed, grads, bucket, first_rank, num_ranks, 1);
 }
 
-void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int num_ranks) {
+void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int first_rank,
+                    int num_ranks) {
     cost_grad_exchange(dev, "grad pack", bucket, 8.0, num_ranks);
     check_ranks("grad_pack_fp32", num_ranks, 0);
-    grad_pack(dev, packed, grads, bucket, num_ranks, 0);
+    grad_pack(dev, packed, grads, bucket, first_rank, num_ranks, 0);
 }
 
-void grad_unpack_bf16(Device* dev, float* grads, const bf16* reduced, const Bucket* bucket, int rank) {
-    cost_grad_exchange(dev, "grad unpack", bucket, 4.0 + sizeof(bf16), 1);
-    grad_unpack(dev, grads, reduced, bucket, rank);
+void grad_unpack_bf16(Device* dev, float* grads, const bf16* chunks, const Bucket* bucket, int first_rank,
+                      int num_ranks) {
+    cost_grad_exchange(dev, "grad unpack", bucket, 4.0 + sizeof(bf16), num_ranks);
+    check_ranks("grad_unpack_bf16", num_ranks, 0);
+    grad_unpack(dev, grads, chunks, bucket, first_rank, num_ranks);
 }
 
-void grad_unpack_fp32(Device* dev, float* grads, const float* reduced, const Bucket* bucket, int rank) {
-    cost_grad_exchange(dev, "grad unpack", bucket, 8.0, 1);
-    grad_unpack(dev, grads, reduced, bucket, rank);
+void grad_unpack_fp32(Device* dev, float* grads, const float* chunks, const Bucket* bucket, int first_rank,
+                      int num_ranks) {
+    cost_grad_exchange(dev, "grad unpack", bucket, 8.0, num_ranks);
+    check_ranks("grad_unpack_fp32", num_ranks, 0);
+    grad_unpack(dev, grads, chunks, bucket, first_rank, num_ranks);
 }
 
 // [begin, end) of the piece that belongs to the rank.
