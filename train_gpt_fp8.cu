@@ -12,7 +12,8 @@
 // The path of a batch:
 //   tokens -> embedding -> { layernorm -> qkv -> attention -> proj -> + -> layernorm -> fc -> gelu -> fcproj -> + } x L
 //          -> layernorm -> LM head -> classifier -> loss, and back through the same rooms -> gradients
-//          -> (sum over ranks) -> norm -> AdamW -> FP8 weights
+//          -> (sum over ranks, behind the layers below) -> norm -> AdamW -> FP8 weights -> (to all ranks, in front of
+//          the layers above)
 //   beside it: every FP8 write raises its slot's amax -> (max over ranks) -> next step's scale
 
 #include <math.h>
@@ -64,8 +65,10 @@
 #include "lib/grad_norm.cuh"    // defines: loss_add, global_norm
 #include "lib/adamw.cuh"        // defines: adamw_update, params_from_master
 #include "lib/scale_update.cuh" // defines: scale_slots_gather, scale_slots_step
+#include "lib/grad_reduce.cuh"  // defines: what ranks send each other, packed and unpacked
 #include "lib/comm.cuh"         // defines: Comm over NCCL
 #endif
+#include "lib/exchange.h" // defines: Exchange: gradients and weights between ranks
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the nouns
@@ -153,9 +156,11 @@ typedef struct {
     int B, T;     // largest micro-batch
     int head_rows; // rows of logits that exist at one time
 
-    float* master; // (num_parameters) FP32
-    float* m;      // (num_parameters) first moment
-    float* v;      // (num_parameters) second moment
+    Exchange exchange;
+
+    float* master; // (num_parameters) FP32; with ZeRO-1 on several ranks this rank's shard of it (shards.h)
+    float* m;      // first moment, the same elements
+    float* v;      // second moment
     float* grads;  // (num_parameters) accumulated over micro-steps
     int accumulate; // do the matrices' gradients add to what is there? Not in the first micro-step: it overwrites
 
@@ -183,6 +188,7 @@ typedef struct {
     void* workspace;
     size_t workspace_bytes;
 
+    int layers_ready;      // blocks whose weights are here, not only this rank's slices; the LM head counts as one more
     int slots_warming;     // as of the last step: do producers have to measure first?
     int num_updates;       // AdamW's t
     AdamW rounding;        // seed, t, stochastic: how the BF16 parameters in memory were rounded
@@ -213,6 +219,11 @@ static ScaleSlot* slot_of(const Model* model, int l, LinearName k, SlotName s) {
     return model->slots + ((size_t)l * NUM_LINEARS + k) * SLOTS_PER_LINEAR + s;
 }
 
+// Parameters of which this rank has master weights and moments, padding included.
+static size_t state_elements(const Model* model) {
+    return model->exchange.is_sharded ? model->exchange.shards.shard : model->table.num_parameters;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // memory: every buffer is planned, the plan is shown and compared with the machine, then one block is allocated
 
@@ -225,14 +236,20 @@ static Batch batch_at(void* block, size_t BT) {
     return batch;
 }
 
+// Elements that a weight of n, gathered in place from slices, takes: those of the last ranks may reach beyond it.
+static size_t gathered_elements(const Model* model, size_t n) {
+    size_t ranks = (size_t)model->exchange.num_ranks;
+    return model->exchange.is_sharded ? ranks * slice_elements(n, (int)ranks) : n;
+}
+
 static void plan_parameters(Model* model) {
     MemoryPlan* plan = &model->plan;
     const ParameterTable* table = &model->table;
-    size_t n_bytes = table->num_parameters * sizeof(float);
+    size_t n_bytes = state_elements(model) * sizeof(float);
     plan_add(plan, MEMORY_MASTER, &model->master, n_bytes);
     plan_add(plan, MEMORY_MOMENTS, &model->m, n_bytes);
     plan_add(plan, MEMORY_MOMENTS, &model->v, n_bytes);
-    plan_add(plan, MEMORY_GRADIENTS, &model->grads, n_bytes);
+    plan_add(plan, MEMORY_GRADIENTS, &model->grads, table->num_parameters * sizeof(float));
     for (int t = 0; t < NUM_TENSORS; t++) {
         const TensorSpec* spec = &table->tensor[t];
         if (!spec->is_linear) {
@@ -244,21 +261,22 @@ static void plan_parameters(Model* model) {
             E4m3Tensor* w = &model->w[l].w[k];
             size_t n = table->tensor[linear_weight_tensor[k]].n;
             if (linear_is_fp8(model, l, (LinearName)k)) {
-                plan_add(plan, MEMORY_PARAMETERS, &w->data, n * sizeof(e4m3));
+                plan_add(plan, MEMORY_PARAMETERS, &w->data, gathered_elements(model, n) * sizeof(e4m3));
                 plan_add(plan, MEMORY_PARAMETERS, &w->transposed, n * sizeof(e4m3));
             } else {
-                plan_add(plan, MEMORY_PARAMETERS, &w->wide, n * sizeof(bf16));
+                plan_add(plan, MEMORY_PARAMETERS, &w->wide, gathered_elements(model, n) * sizeof(bf16));
             }
         }
     }
     if (model->train->fp8_lm_head) {
         size_t n = table->tensor[TENSOR_WTE].n;
-        plan_add(plan, MEMORY_PARAMETERS, &model->head.w.data, n * sizeof(e4m3));
+        plan_add(plan, MEMORY_PARAMETERS, &model->head.w.data, gathered_elements(model, n) * sizeof(e4m3));
         plan_add(plan, MEMORY_PARAMETERS, &model->head.w.transposed, n * sizeof(e4m3));
     }
     plan_add(plan, MEMORY_PARAMETERS, &model->slots, (size_t)model->num_slots * sizeof(ScaleSlot));
     plan_add(plan, MEMORY_PARAMETERS, &model->amaxes, (size_t)model->num_slots * sizeof(float));
     plan_add(plan, MEMORY_PARAMETERS, &model->state, sizeof(StepState));
+    exchange_plan(&model->exchange, plan);
 }
 
 static void plan_activations(Model* model) {
@@ -450,6 +468,7 @@ static void model_outline(Model* model, Device* dev, Comm* comm, GptConfig confi
     model->config = config;
     model->train = train;
     model->table = parameter_table(config);
+    exchange_create(&model->exchange, dev, comm, &model->table, train);
     ScaleRecipe recipe = {train->amax_history, (AmaxAlgo)train->amax_algo, train->margin, train->headroom};
     model->recipe = recipe;
     int L = config.num_layers;
@@ -491,6 +510,7 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
         wire_layer(model, l);
     }
     wire_head(model);
+    exchange_place(&model->exchange, &model->table, model->params, &model->state->saturated);
     init_slots(model);
     model->counter = token_counter_create(config.vocab_size);
     int ring = train->grad_accum_steps + 1;
@@ -509,6 +529,7 @@ static void model_free(Model* model) {
         token_counter_free(&model->counter);
     }
     plan_free(&model->plan);
+    exchange_free(&model->exchange);
     free(model->staged);
     free(model->w);
     free(model->g);
@@ -567,8 +588,8 @@ static ParamState param_state(Model* model, TensorName t, int l, bf16* param, Sc
     return p;
 }
 
-// Call visit(model, p, decay, context) for every parameter tensor.
-static void for_each_parameter(Model* model, void (*visit)(Model*, ParamState, int, void*), void* context) {
+// Call visit(model, p, decay, context) for every parameter tensor of a model that is not sharded.
+static void for_each_tensor(Model* model, void (*visit)(Model*, ParamState, int, void*), void* context) {
     for (int t = 0; t < NUM_TENSORS; t++) {
         const TensorSpec* spec = &model->table.tensor[t];
         if (!spec->is_linear) {
@@ -587,6 +608,43 @@ static void for_each_parameter(Model* model, void (*visit)(Model*, ParamState, i
     }
 }
 
+// The forms of a piece that the passes read. A tensor that is no linear's weight has only wide, and slot if it is wte.
+static E4m3Tensor piece_weight(const Model* model, const Piece* piece) {
+    for (int k = 0; k < NUM_LINEARS; k++) {
+        if (piece->tensor == (int)linear_weight_tensor[k]) { return model->w[piece->layer].w[k]; }
+    }
+    if (piece->tensor == TENSOR_WTE) { return model->head.w; }
+    E4m3Tensor w = {model->params[piece->tensor] + (size_t)piece->layer * piece->n, NULL, NULL, NULL, model->recipe, 0,
+                    0};
+    return w;
+}
+
+// The same for this rank's slice of every piece of a sharded model.
+static void for_each_slice(Model* model, void (*visit)(Model*, ParamState, int, void*), void* context) {
+    const Exchange* x = &model->exchange;
+    for (int b = 0; b < x->shards.num_buckets; b++) {
+        const Bucket* bucket = &x->shards.bucket[b];
+        for (int i = 0; i < bucket->num_pieces; i++) {
+            const Piece* piece = &bucket->piece[i];
+            SliceRange own = piece_owned(piece, x->rank);
+            if (own.begin == own.end) { continue; }
+            E4m3Tensor w = piece_weight(model, piece);
+            size_t at = exchange_shard_at(bucket, piece), offset = piece->offset + own.begin;
+            ParamState p = {model->master + at, model->m + at, model->v + at, model->grads + offset,
+                            w.wide == NULL ? NULL : w.wide + own.begin, w.slot, 0, 1, own.end - own.begin, offset};
+            visit(model, p, model->table.tensor[piece->tensor].decay, context);
+        }
+    }
+}
+
+static void for_each_parameter(Model* model, void (*visit)(Model*, ParamState, int, void*), void* context) {
+    if (model->exchange.is_sharded) {
+        for_each_slice(model, visit, context);
+    } else {
+        for_each_tensor(model, visit, context);
+    }
+}
+
 static void visit_from_master(Model* model, ParamState p, int decay, void* context) {
     (void)decay, (void)context;
     params_from_master(model->dev, p, model->rounding);
@@ -598,13 +656,9 @@ static void visit_update(Model* model, ParamState p, int decay, void* context) {
     adamw_update(model->dev, p, adamw, model->state);
 }
 
-// Next scales of all slots (weights included, from the amax just measured), then the FP8 weights with their transposes.
-static void update_scales_and_quantize_weights(Model* model) {
-    if (model->train->precision != PRECISION_FP8) { return; }
+// The FP8 weights with their transposes, from the master weights and the slots' scales.
+static void quantize_weights(Model* model) {
     Device* dev = model->dev;
-    scale_slots_gather(dev, model->amaxes, model->slots, model->num_slots);
-    comm_max(model->comm, dev, model->amaxes, (size_t)model->num_slots);
-    scale_slots_step(dev, model->slots, model->amaxes, model->num_slots, model->recipe, model->state);
     for (int l = 0; l < model->config.num_layers; l++) {
         for (int k = 0; k < NUM_LINEARS; k++) {
             if (!linear_is_fp8(model, l, (LinearName)k)) { continue; }
@@ -617,6 +671,102 @@ static void update_scales_and_quantize_weights(Model* model) {
         const TensorSpec* spec = &model->table.tensor[TENSOR_WTE];
         quantize_weight(dev, model->head.w, model->master + spec->offset, (int)spec->rows, (int)spec->cols);
     }
+}
+
+// This rank's slices of the FP8 weights, where all ranks' are gathered.
+static void quantize_slices(Model* model) {
+    const Exchange* x = &model->exchange;
+    for (int b = 0; b < x->shards.num_buckets; b++) {
+        const Bucket* bucket = &x->shards.bucket[b];
+        for (int i = 0; i < bucket->num_pieces; i++) {
+            const Piece* piece = &bucket->piece[i];
+            E4m3Tensor w = piece_weight(model, piece);
+            if (w.data == NULL) { continue; }
+            SliceRange own = piece_owned(piece, x->rank);
+            quantize_slice(model->dev, w.data + own.begin, w.slot, model->master + exchange_shard_at(bucket, piece),
+                           own.end - own.begin);
+        }
+    }
+}
+
+// All ranks' slices of what block l reads of the linears, or (l == L) of the FP8 head's weight. Between comm_begin and
+// comm_end; with block 0's go the BF16 parameters of all blocks.
+static void gather_weights(Model* model, int l) {
+    Exchange* x = &model->exchange;
+    if (l == 0) { exchange_params_gather(x); }
+    if (l == model->config.num_layers) {
+        if (model->head.w.data == NULL) { return; }
+        exchange_gather(x, model->head.w.data, slice_elements(model->table.tensor[TENSOR_WTE].n, x->num_ranks));
+        return;
+    }
+    for (int k = 0; k < NUM_LINEARS; k++) {
+        const E4m3Tensor* w = &model->w[l].w[k];
+        size_t slice = slice_elements(model->table.tensor[linear_weight_tensor[k]].n, x->num_ranks);
+        if (w->data != NULL) {
+            exchange_gather(x, w->data, slice * sizeof(e4m3));
+        } else {
+            exchange_gather(x, w->wide, slice * sizeof(bf16));
+        }
+    }
+}
+
+// They are here: what every rank makes of them itself.
+static void finish_weights(Model* model, int l) {
+    Device* dev = model->dev;
+    if (l == 0) { exchange_params_unpack(&model->exchange); }
+    if (l == model->config.num_layers) {
+        const TensorSpec* spec = &model->table.tensor[TENSOR_WTE];
+        const E4m3Tensor* w = &model->head.w;
+        if (w->data != NULL) { transpose_weight(dev, w->transposed, w->data, (int)spec->rows, (int)spec->cols); }
+        return;
+    }
+    for (int k = 0; k < NUM_LINEARS; k++) {
+        const TensorSpec* spec = &model->table.tensor[linear_weight_tensor[k]];
+        const E4m3Tensor* w = &model->w[l].w[k];
+        if (w->data != NULL) { transpose_weight(dev, w->transposed, w->data, (int)spec->rows, (int)spec->cols); }
+    }
+}
+
+// Wait for the weights of blocks up to l (L: of all), each time starting the next block's on their way: they travel
+// while this one computes. Collective in the step that follows an update; else there is nothing to do.
+static void want_weights(Model* model, int l) {
+    int L = model->config.num_layers;
+    while (model->layers_ready <= l) {
+        int ready = model->layers_ready++;
+        comm_end(model->comm, model->dev);
+        if (ready < L) {
+            comm_begin(model->comm, model->dev);
+            gather_weights(model, ready + 1);
+        }
+        finish_weights(model, ready);
+    }
+}
+
+// Every rank has updated its slices: the first blocks' are sent, those of the others when they are wanted.
+static void send_weights(Model* model) {
+    exchange_params_pack(&model->exchange);
+    comm_begin(model->comm, model->dev);
+    gather_weights(model, 0);
+    model->layers_ready = 0;
+}
+
+// From updated master weights and recorded amaxes: the next scales of all slots (weights included, from the amax just
+// measured), and the weights that the passes read.
+static void update_scales_and_weights(Model* model) {
+    Device* dev = model->dev;
+    int is_sharded = model->exchange.is_sharded;
+    if (model->train->precision == PRECISION_FP8) {
+        scale_slots_gather(dev, model->amaxes, model->slots, model->num_slots);
+        comm_max(model->comm, dev, model->amaxes, (size_t)model->num_slots);
+        scale_slots_step(dev, model->slots, model->amaxes, model->num_slots, model->recipe, model->state);
+        if (is_sharded) {
+            quantize_slices(model);
+        } else {
+            quantize_weights(model);
+        }
+    }
+    model->layers_ready = model->config.num_layers + 1;
+    if (is_sharded) { send_weights(model); }
 }
 
 static StepState read_state(Model* model) {
@@ -632,16 +782,16 @@ static void model_take_master(Model* model, int num_updates, AdamW rounding) {
     model->rounding = rounding;
     device_zero(model->dev, model->state, sizeof(StepState));
     for_each_parameter(model, visit_from_master, NULL);
-    update_scales_and_quantize_weights(model);
+    update_scales_and_weights(model);
     model->slots_warming = read_state(model).slots_warming;
 }
 
 // Take `values` (num_parameters, llm.c's order) as the weights; moments zero, no update done yet.
 static void model_set_weights(Model* model, const float* values) {
-    size_t n_bytes = model->table.num_parameters * sizeof(float);
+    size_t n_bytes = state_elements(model) * sizeof(float);
     AdamW nearest;
     memset(&nearest, 0, sizeof(nearest));
-    device_copy_in(model->dev, model->master, values, n_bytes);
+    exchange_distribute(&model->exchange, model->master, values, model->table.num_parameters);
     device_zero(model->dev, model->m, n_bytes);
     device_zero(model->dev, model->v, n_bytes);
     model_take_master(model, 0, nearest);
@@ -656,10 +806,12 @@ static void gpt_forward(Model* model, const int* tokens, int B, int T) {
     Device* dev = model->dev;
     Scratch* s = &model->scratch;
     int C = model->config.channels, NH = model->config.num_heads, L = model->config.num_layers, BT = B * T;
+    want_weights(model, 0);
     embedding_forward(dev, model->a[0].in, tokens, model->params[TENSOR_WTE], model->params[TENSOR_WPE], B, T, C);
     for (int l = 0; l < L; l++) {
         const LayerWeights* w = &model->w[l];
         const LayerActs* a = &model->a[l];
+        want_weights(model, l);
         // what enters the block: the embedding, or the block below's mid + fcproj
         ResidualAdd enter = {NULL, a->in, NULL, NULL};
         if (l > 0) {
@@ -685,6 +837,7 @@ static void gpt_forward(Model* model, const int* tokens, int B, int T) {
 static E4m3Tensor head_input(Model* model, int row, int rows) {
     int C = model->config.channels, L = model->config.num_layers;
     size_t at = (size_t)row * C;
+    want_weights(model, L);
     E4m3Tensor x = model->head.x;
     if (x.wide != NULL) { x.wide += at; }
     ResidualAdd leave = {model->final_residual + at, model->a[L - 1].mid + at, model->scratch.branch + at,
@@ -720,8 +873,9 @@ static void gpt_loss(Model* model, const int* targets, float dloss, int with_gra
 // backward
 
 // dln holds dlnf. Adds to every gradient but the LM head's; those of the linears it overwrites unless
-// model->accumulate. Inside, "dy" of a linear is written by the op above it.
-static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
+// model->accumulate. Inside, "dy" of a linear is written by the op above it. last_micro_step: the gradients of a layer
+// are complete when its turn is over, and the ranks reduce them while the layers below compute.
+static void gpt_backward(Model* model, TokenIndex index, int last_micro_step, int B, int T) {
     Device* dev = model->dev;
     Scratch* s = &model->scratch;
     int C = model->config.channels, NH = model->config.num_heads, L = model->config.num_layers, BT = B * T;
@@ -759,9 +913,14 @@ static void gpt_backward(Model* model, TokenIndex index, int B, int T) {
                                    l > 0 ? model->g[l - 1].bias[LINEAR_FCPROJ] : NULL, s->dln, s->dresidual,
                                    a->in, a->ln1_stats, w->ln1w, BT, C};
         layernorm_backward(dev, enter);
+        if (last_micro_step) { exchange_bucket(&model->exchange, grads); }
     }
     embedding_backward(dev, grads + spec[TENSOR_WTE].offset, grads + spec[TENSOR_WPE].offset, s->dresidual, index, B, T,
                        C);
+    if (last_micro_step) {
+        exchange_bucket(&model->exchange, grads);
+        exchange_finish(&model->exchange, grads);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -812,7 +971,8 @@ static void zero_small_gradients(Model* model) {
     }
 }
 
-// Gradients of the mean loss over grad_accum_steps micro-batches of all ranks, into model->grads; loss into the state.
+// Gradients of the mean loss over grad_accum_steps micro-batches of all ranks, into model->grads (with ZeRO-1 into this
+// rank's slices of it); loss and norm into the state.
 static void accumulate_gradients(Model* model, DataLoader* loader) {
     Device* dev = model->dev;
     int B = model->B, T = model->T, BT = B * T, accum = model->train->grad_accum_steps;
@@ -834,11 +994,9 @@ static void accumulate_gradients(Model* model, DataLoader* loader) {
         gpt_forward(model, model->batch.tokens, B, T);
         gpt_loss(model, model->batch.targets, dloss, 1, BT);
         loss_add(dev, model->state, model->losses, dloss, (size_t)BT);
-        gpt_backward(model, index, B, T);
+        gpt_backward(model, index, i + 1 == accum, B, T);
     }
-    comm_sum(model->comm, dev, model->grads, model->table.num_parameters);
-    comm_sum(model->comm, dev, &model->state->loss, 1);
-    global_norm(dev, model->state, model->grads, model->table.num_parameters);
+    exchange_norm(&model->exchange, model->state, model->grads, model->table.num_parameters);
 }
 
 // AdamW's next step at this learning rate.
@@ -852,7 +1010,33 @@ static AdamW next_update(const Model* model, float learning_rate) {
 // The update, from gradients that are already there. apply = 0 leaves the weights (an outlier that the caller skips).
 static void update(Model* model, AdamW adamw, int apply) {
     if (apply) { for_each_parameter(model, visit_update, &adamw); }
-    update_scales_and_quantize_weights(model);
+    update_scales_and_weights(model);
+}
+
+// All ranks must have come to the same loss and norm, which decide whether the step counts and how far it goes; to the
+// bit, since all add up the same numbers in the same order. In debug builds (make DEBUG=1, and always on the CPU) the
+// slots' scales, too.
+static void check_ranks_in_step(Model* model, const StepState* state) {
+    if (comm_num_ranks(model->comm) == 1) { return; }
+    int64_t low, high;
+    int64_t mine = (int64_t)(((uint64_t)float_bits(state->loss) << 32 | float_bits(state->grad_norm)) >> 1);
+    comm_host_min_max(model->comm, mine, &low, &high);
+    check(low == high, "rank %d has loss %.9g and gradient norm %.9g, another rank has others: their memory or the wires "
+          "between them cannot be trusted; the last checkpoint is from before", comm_rank(model->comm),
+          (double)state->loss, (double)state->grad_norm);
+#if defined(CPU_FLOOR) || defined(DEBUG)
+    size_t bytes = (size_t)model->num_slots * sizeof(ScaleSlot);
+    ScaleSlot* slots = (ScaleSlot*)malloc_or_die(bytes + 1);
+    device_copy_out(model->dev, slots, model->slots, bytes);
+    uint64_t hash = config_fnv1a(0, NULL, 0);
+    for (int i = 0; i < model->num_slots; i++) {
+        if (scale_slot_is_warming(&slots[i])) { continue; } // measured by every rank for itself
+        hash = config_fnv1a(hash, &slots[i].scale, sizeof(slots[i].scale));
+    }
+    free(slots);
+    comm_host_min_max(model->comm, (int64_t)(hash >> 1), &low, &high);
+    check(low == high, "rank %d: its FP8 scales differ from another rank's", comm_rank(model->comm));
+#endif
 }
 
 typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_OUTLIER } StepVerdict;
@@ -880,6 +1064,8 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
         report->loss_z = outlier_update(loss_outliers, state.loss);
         report->grad_norm_z = outlier_update(norm_outliers, state.grad_norm);
     }
+    check_ranks_in_step(model, &state);
+    exchange_step_mu(&model->exchange, state.saturated, model->table.num_parameters);
     report->loss = state.loss;
     report->grad_norm = state.grad_norm;
     report->slots_warming = model->slots_warming = state.slots_warming;
@@ -1003,11 +1189,19 @@ static void start_weights(Model* model, float* values) {
     free(values);
 }
 
-// Write the master weights as an llm.c model file (--save-model, --save-dtype).
+// All of master, m or v on the host of rank 0, to be freed there; NULL on the others. Collective.
+static float* collect_state(Model* model, const float* array) {
+    size_t n = model->table.num_parameters;
+    float* values = comm_rank(model->comm) == 0 ? (float*)malloc_or_die(n * sizeof(float)) : NULL;
+    want_weights(model, model->config.num_layers); // they pass through the same buffers
+    exchange_collect(&model->exchange, values, array, n);
+    return values;
+}
+
+// Write the master weights as an llm.c model file (--save-model, --save-dtype). Collective.
 static void save_model(Model* model, const char* path) {
-    size_t n_bytes = model->table.num_parameters * sizeof(float);
-    float* values = (float*)malloc_or_die(n_bytes);
-    device_copy_out(model->dev, values, model->master, n_bytes);
+    float* values = collect_state(model, model->master);
+    if (values == NULL) { return; }
     checkpoint_write_model(path, &model->config, values,
                            model->train->save_dtype == SAVE_FP32 ? MODEL_FILE_FP32 : MODEL_FILE_BF16);
     free(values);
@@ -1458,12 +1652,11 @@ static void take_checkpoint(Model* model, const RunState* state) {
 
 // llm.c's weights and moments, after `steps` updates; slots warm up.
 static void load_llmc(Model* model, const Resume* resume) {
-    size_t n_bytes = model->table.num_parameters * sizeof(float);
+    size_t n = model->table.num_parameters;
     init_slots(model); // a newer checkpoint that was damaged for another rank may have left its own
-    device_copy_in(model->dev, model->master, resume->master, n_bytes);
-    device_copy_in(model->dev, model->m, resume->m, n_bytes);
-    device_copy_in(model->dev, model->v, resume->v, n_bytes);
-    device_sync(model->dev);
+    exchange_distribute(&model->exchange, model->master, resume->master, n);
+    exchange_distribute(&model->exchange, model->m, resume->m, n);
+    exchange_distribute(&model->exchange, model->v, resume->v, n);
     AdamW rounding = next_update(model, 0.0f);
     rounding.t = resume->step;
     model_take_master(model, resume->step, rounding);
@@ -1563,7 +1756,9 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
             fflush(stdout);
         }
     }
-    if (is_first_rank && step > 0 && is_due(step, train->sample_every, last_step)) {
+    int samples = step > 0 && is_due(step, train->sample_every, last_step);
+    if (samples) { want_weights(model, model->config.num_layers); } // of all ranks, since only one goes on
+    if (is_first_rank && samples) {
         generate(model, run->has_tokenizer ? &run->tokenizer : NULL);
     }
 }
@@ -1706,14 +1901,12 @@ static int train_loop(Run* run, Model* model) {
 // llm.c's files of the last step (--export-llmc).
 static void export_llmc(Run* run, Model* model, int steps_done) {
     const TrainConfig* train = model->train;
-    if (comm_rank(model->comm) != 0) { return; }
-    size_t n_bytes = model->table.num_parameters * sizeof(float);
     const float* on_device[] = {model->master, model->m, model->v};
     float* arrays[3];
     for (int i = 0; i < 3; i++) {
-        arrays[i] = (float*)malloc_or_die(n_bytes);
-        device_copy_out(model->dev, arrays[i], on_device[i], n_bytes);
+        arrays[i] = collect_state(model, on_device[i]);
     }
+    if (comm_rank(model->comm) != 0) { return; }
     char why[WHY_BYTES];
     DataPosition at = run->has_train ? data_position(model, &run->train_loader) : DataPosition();
     int error = llmc_write(train->export_llmc, &model->config, steps_done, arrays[0], arrays[1], arrays[2],
@@ -1824,9 +2017,11 @@ int main(int argc, char** argv) {
         if (writes && lock < 0) { lock = lock_output(&train); } // the folder is new
         if (train.output_dir[0] != 0) { stop_listen(train.checkpoint_every > 0); }
         status = train_loop(&run, &model);
-        if (rank == 0 && train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
+        if (train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
         save_free(&run.save, dev); // the export wants host memory, too
         if (train.export_llmc[0] != 0 && status == EXIT_SUCCESS) { export_llmc(&run, &model, run.steps_done); }
+        want_weights(&model, config.num_layers); // nothing travels when the memory goes
+        device_sync(dev);
         logger_close(&run.logger);
         if (lock >= 0) { close(lock); }
         if (run.has_train) { dataloader_close(&run.train_loader); }

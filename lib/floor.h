@@ -110,6 +110,7 @@ typedef struct {
     float grad_norm;   // global L2 norm of all gradients, before clipping
     int skip;          // 1: loss or norm is not finite; adamw_update leaves everything as it is
     int slots_warming; // FP8 slots that want a measuring pass in the next step
+    unsigned long long saturated; // sums of --grad-reduce fp8-allreduce that reached the largest E4M3 number
 } StepState;
 
 // What a rank tells the others about its share of a step: norm_of_slices makes it, norm_of_ranks reads all of them.

@@ -17,6 +17,7 @@ typedef enum {
     MEMORY_ACTIVATIONS, // kept from forward to backward, per layer
     MEMORY_SCRATCH,     // shared by all layers
     MEMORY_WORKSPACE,   // scratch inside single ops
+    MEMORY_EXCHANGE,    // what the ranks send each other
     NUM_MEMORY_CATEGORIES
 } MemoryCategory;
 
@@ -76,7 +77,8 @@ static inline void plan_free(MemoryPlan* plan) {
 // One line per category and the sum, in MiB.
 static inline void plan_print(const MemoryPlan* plan, FILE* out) {
     const char* names[NUM_MEMORY_CATEGORIES] = {"weights", "master weights", "Adam moments", "gradients",
-                                                "activations", "scratch", "workspace"};
+                                                "activations", "scratch", "workspace",
+                                                "between ranks"};
     for (int c = 0; c < NUM_MEMORY_CATEGORIES; c++) {
         fprintf(out, "| memory: %-15s | %14.1f MiB |\n", names[c], (double)plan->category_bytes[c] / (1 << 20));
     }
