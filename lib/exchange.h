@@ -31,7 +31,7 @@
 
 #define grad_amax(...)
 #define grad_quantize_shared(...)
-#define grad_dequantize_shared(...) (void)send
+#define grad_dequantize_shared(...) check(send == NULL, "--grad-reduce fp8-allreduce: not yet")
 #define grad_mu_next(a,b,c) (a+0*b+0*c)
 #define comm_all_reduce_e4m3(...)
 typedef struct {

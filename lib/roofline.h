@@ -259,8 +259,10 @@ static inline Roofline roofline_step(const Chip* chip, const GptConfig* gpt, con
     roofline_add(&r, chip, "lm head dgrad", M, fp8_head, head, width * (rows * Vp + Vp * C) + unit);
     roofline_add(&r, chip, "lm head wgrad", M, fp8_head, head, width * (rows * Vp + rows * C) + 8.0 * Vp * C);
     roofline_add(&r, chip, "embedding backward", M, 0, 0.0, unit + 8.0 * rows * C);
-    // per parameter: gradient read for the norm 4 and again 4, master 8, moments 16, weight of the next step 2
-    roofline_add(&r, chip, "gradient norm + adamw", 1, 0, 0.0, (4 + 4 + 8 + 16 + wide) * N);
+    // per parameter that this rank updates: gradient read for the norm 4 and again 4, master 8, moments 16; per parameter:
+    // weight of the next step
+    double updated = train->zero_stage == 1 && train->num_ranks > 1 ? N / train->num_ranks : N;
+    roofline_add(&r, chip, "gradient norm + adamw", 1, 0, 0.0, (4 + 4 + 8 + 16) * updated + wide * N);
     return r;
 }
 
