@@ -100,7 +100,7 @@ part_resume() {
             for file in model.bin $(cd "$work/whole/step_00000040" && ls shard_*); do
                 cmp "$work/whole/step_00000040/$file" "$work/on_$n/step_00000040/$file" || same=0
             done
-            row "$ranks GPUs, 40 steps = 20 + 20: all shards, model.bin" "" $same "the same bits"
+            row "$ranks GPUs, 40 steps = 20 + 20: all shards, model.bin" "" "$same" "the same bits"
         else
             read -r loss norm <<<"$(differences whole "on_$n")"
             row "$ranks GPUs, continued on $n: loss, norm differ by" "$loss $norm" "$(holds "$loss < 0.03")" "loss within 0.03"
@@ -114,7 +114,7 @@ part_resume() {
 # supply and a cooling, and differ by 3 to 5%. The same tokens per GPU and step.
 speed() { # MODEL B TARGET
     local model=$1 b=$2 target=$3 gpu sum=0 slowest=0 ms together
-    local flags=(-e "$model" -b "$b" -v 0 -x 34 -l 0.0001 -k constant --fast-accum forward,dgrad --fp8-lm-head 1)
+    local flags=(-e "$model" -b "$b" -v 0 -x 34 -l 0.0001 -k constant --fast-accum "forward,dgrad" --fp8-lm-head 1)
     for gpu in $(seq 0 $((ranks - 1))); do
         CUDA_VISIBLE_DEVICES=$gpu go "${model}_alone_$gpu" 1 "${flags[@]}" -d 131072 &
     done
@@ -174,7 +174,7 @@ part_failure() {
         done
         victim=$(pgrep -f "^$program.*dies_$signal" | tail -n 1)
         SECONDS=0
-        kill -$signal "$victim"
+        kill -"$signal" "$victim"
         wait "$launched" || true
         seconds=$SECONDS
         pid=$(pgrep -f "^$program.*dies_$signal" || true)
@@ -182,7 +182,7 @@ part_failure() {
         row "rank stopped by $signal: the others end after" "$seconds s" "$(holds "$seconds <= 60")" "60 s"
         row "  nothing stays behind" "$pid" "$([[ -z $pid ]] && echo 1 || echo 0)" "no process"
         row "  said" "$line" "$([[ $line == *"rank $((ranks - 1))"* || $signal == KILL ]] && echo 1 || echo 0)" "the rank and the collective"
-        [[ -z $pid ]] || kill -KILL $pid
+        [[ -z $pid ]] || kill -KILL "$pid"
     done
 }
 
