@@ -41,6 +41,7 @@
 #include "lib/config.h"
 #include "lib/tensors.h"
 #include "lib/shards.h"
+#include "lib/grad_mu.h"
 #include "lib/memory.h"
 #include "lib/dataloader.h"
 #include "lib/token_index.h"

@@ -152,6 +152,9 @@ typedef enum {
     OP_GRAD_PACK_FP32,
     OP_GRAD_UNPACK_BF16,
     OP_GRAD_UNPACK_FP32,
+    OP_GRAD_AMAX,
+    OP_GRAD_QUANTIZE_SHARED,
+    OP_GRAD_DEQUANTIZE_SHARED,
     OP_PARAM_PACK,
     OP_PARAM_UNPACK,
     OP_QUANTIZE_SLICE,
@@ -205,7 +208,7 @@ typedef struct {
     int rows, cols, B, T, C, OC, NH, HS, V, Vp; // as far as the op has them
     int layers, num_slots, num_buckets, with_gradient, accumulate;
     size_t n, slot_stride;
-    float factor; // dloss of classifier, factor of loss_add
+    float factor; // dloss of classifier, factor of loss_add, mu of the shared scales
     float lr, beta1, beta2, eps, weight_decay, grad_clip;
     int t, stochastic;
     uint64_t seed;

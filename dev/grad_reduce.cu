@@ -11,6 +11,7 @@
 
 enum { SEED_GRADS = 1, SEED_PARAMS = 20, SEED_MASTER = 21, NUM_SAMPLES = 64 };
 #define WEIGHT_SCALE 100.0f
+#define SHARED_MU 0.25f
 
 typedef struct {
     const char* name;
@@ -26,6 +27,9 @@ typedef struct {
     float* grads;      // (num_parameters) all layers: the pieces of a bucket lie far from each other
     uint8_t* send;     // (num_ranks, wire bytes)
     uint8_t* received; // (num_ranks, wire bytes)
+    e4m3* codes;       // (num_ranks, chunk)
+    float* amaxes;     // (num_pieces)
+    unsigned long long* saturated;
     bf16* packed;      // (num_ranks, chunk)
     float* packed_f32; // (num_ranks, chunk)
     bf16* params;      // (num_parameters)
@@ -63,6 +67,18 @@ static void run_pack_fp32(Device* dev, const void* args) {
 static void run_unpack_fp32(Device* dev, const void* args) {
     const Args* a = (const Args*)args;
     grad_unpack_fp32(dev, a->grads, a->packed_f32, &a->bucket, a->rank, 1);
+}
+static void run_amax(Device* dev, const void* args) {
+    const Args* a = (const Args*)args;
+    grad_amax(dev, a->amaxes, a->grads, &a->bucket);
+}
+static void run_quantize_shared(Device* dev, const void* args) {
+    const Args* a = (const Args*)args;
+    grad_quantize_shared(dev, a->codes, a->grads, &a->bucket, a->amaxes, SHARED_MU, a->num_ranks);
+}
+static void run_dequantize_shared(Device* dev, const void* args) {
+    const Args* a = (const Args*)args;
+    grad_dequantize_shared(dev, a->grads, a->codes, &a->bucket, a->amaxes, SHARED_MU, a->num_ranks, a->saturated);
 }
 static void run_param_pack(Device* dev, const void* args) {
     const Args* a = (const Args*)args;
@@ -183,6 +199,42 @@ static void check_packed(Bench* b, const Args* a, size_t n, int in_bf16) {
     }
 }
 
+// Gradients to codes with shared scales and back; amaxes of the pieces that the host can look through.
+static void check_shared(Bench* b, const Args* a, size_t n) {
+    fill_grads(b, a, n, SEED_GRADS);
+    device_zero(b->dev, a->saturated, sizeof(unsigned long long));
+    run_amax(b->dev, a);
+    run_quantize_shared(b->dev, a);
+    bench_poison(b, a->grads, n * sizeof(float));
+    run_dequantize_shared(b->dev, a);
+    float amaxes[BUCKET_PIECES];
+    unsigned long long saturated = 0;
+    device_copy_out(b->dev, amaxes, a->amaxes, a->bucket.num_pieces * sizeof(float));
+    device_copy_out(b->dev, &saturated, a->saturated, sizeof(saturated));
+    bench_expect(b, saturated == 0, "grad_dequantize_shared: %llu elements are saturated, want 0", saturated);
+    for (int p = 0; p < a->bucket.num_pieces; p++) {
+        const Piece* piece = &a->bucket.piece[p];
+        float want = 0.0f;
+        if (piece->n > 3000000) { continue; }
+        for (size_t i = 0; i < piece->n; i++) {
+            want = fmaxf(want, fabsf(bench_value(SEED_GRADS, piece->offset + i)));
+        }
+        bench_expect(b, amaxes[p] == want, "grad_amax: of piece %d is %g, want %g", p, amaxes[p], want);
+    }
+    for (int s = 0; s < NUM_SAMPLES; s++) {
+        Sample at = sample_of(a, s, -1);
+        GradBlockScale scale = grad_shared_scale(amaxes[chunk_piece(&a->bucket, at.block)], SHARED_MU);
+        float got[GRAD_BLOCK];
+        if (at.at.count == 0) { continue; }
+        device_copy_out(b->dev, got, a->grads + at.at.offset, at.at.count * sizeof(float));
+        for (int i = 0; i < at.at.count; i++) {
+            uint8_t code = e4m3_from_float(bench_value(SEED_GRADS, at.at.offset + i) * scale.scale);
+            bench_expect_near(b, "grad_dequantize_shared", at.at.offset + i, got[i],
+                              float_from_e4m3(code) * scale.descale, 0.0, 0.0);
+        }
+    }
+}
+
 static void check_params(Bench* b, const Args* a, size_t n) {
     Args rank = *a;
     for (rank.rank = 0; rank.rank < a->num_ranks; rank.rank++) {
@@ -226,6 +278,9 @@ static void bench_bucket(Bench* b, const char* size, const Bucket* bucket, size_
     a.grads = bench_float(b, n, SEED_GRADS);
     a.send = (uint8_t*)bench_poisoned(b, wire * num_ranks);
     a.received = (uint8_t*)bench_poisoned(b, wire * num_ranks);
+    a.codes = (e4m3*)bench_poisoned(b, count);
+    a.amaxes = (float*)bench_poisoned(b, BUCKET_PIECES * sizeof(float));
+    a.saturated = (unsigned long long*)device_malloc(b->dev, sizeof(unsigned long long));
     a.packed = (bf16*)bench_poisoned(b, count * sizeof(bf16));
     a.packed_f32 = (float*)bench_poisoned(b, count * sizeof(float));
     a.params = bench_bf16(b, n, SEED_PARAMS);
@@ -246,6 +301,7 @@ static void bench_bucket(Bench* b, const char* size, const Bucket* bucket, size_
     check_sum(b, &a, n);
     check_packed(b, &a, n, 1);
     check_packed(b, &a, n, 0);
+    check_shared(b, &a, n);
     check_params(b, &a, n);
     fill_grads(b, &a, n, SEED_GRADS);
     double sent = (double)(wire * num_ranks);
@@ -255,9 +311,13 @@ static void bench_bucket(Bench* b, const char* size, const Bucket* bucket, size_
     bench_report(b, "grad_unpack_bf16", size, run_unpack_bf16, &a, 6.0 * own);
     bench_report(b, "grad_pack_fp32", size, run_pack_fp32, &a, 8.0 * elements);
     bench_report(b, "grad_unpack_fp32", size, run_unpack_fp32, &a, 8.0 * own);
+    bench_report(b, "grad_amax", size, run_amax, &a, 4.0 * elements);
+    bench_report(b, "grad_quantize_shared", size, run_quantize_shared, &a, 5.0 * elements);
+    bench_report(b, "grad_dequantize_shared", size, run_dequantize_shared, &a, 5.0 * elements);
     bench_report(b, "param_pack", size, run_param_pack, &a, 4.0 * own);
     bench_report(b, "param_unpack", size, run_param_unpack, &a, 4.0 * elements);
-    void* pointers[] = {a.grads, a.send, a.received, a.packed, a.packed_f32, a.params, a.pieces};
+    void* pointers[] = {a.grads,     a.send,   a.received,   a.codes,  a.amaxes,
+                        a.saturated, a.packed, a.packed_f32, a.params, a.pieces};
     for (size_t i = 0; i < sizeof(pointers) / sizeof(pointers[0]); i++) {
         device_release(b->dev, pointers[i]);
     }

@@ -248,6 +248,17 @@ static void probe_call_exchange_op(Device* dev, const ProbeArgs* a) {
     case OP_GRAD_UNPACK_FP32:
         grad_unpack_fp32(dev, PROBE_F32("grads"), PROBE_F32("chunks"), c->bucket, c->rank, c->num_ranks);
         break;
+    case OP_GRAD_AMAX:
+        grad_amax(dev, PROBE_F32("amaxes"), PROBE_F32("grads"), c->bucket);
+        break;
+    case OP_GRAD_QUANTIZE_SHARED:
+        grad_quantize_shared(dev, (e4m3*)probe_at(a, "codes"), PROBE_F32("grads"), c->bucket, PROBE_F32("amaxes"),
+                             c->factor, c->num_ranks);
+        break;
+    case OP_GRAD_DEQUANTIZE_SHARED:
+        grad_dequantize_shared(dev, PROBE_F32("grads"), (e4m3*)probe_at(a, "codes"), c->bucket, PROBE_F32("amaxes"),
+                               c->factor, c->num_ranks, (unsigned long long*)probe_at(a, "saturated"));
+        break;
     case OP_PARAM_PACK:
     case OP_PARAM_UNPACK: {
         ParamPiece* pieces = probe_param_pieces(dev, a);

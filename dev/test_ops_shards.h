@@ -301,6 +301,140 @@ static void ops_grad_unpack(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// scales that all ranks share
+
+// Healthy gradients, then with what is not finite in some pieces; the largest element first, last and in the middle.
+static void grad_amax_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
+    if (num_ranks > 2) { return; } // the pieces are the same
+    for (int damage = 0; damage < 2; damage++) {
+        float *grads = random_floats(arena, n, 0, 1e-3, 31), *want = arena_floats(arena, BUCKET_PIECES);
+        for (int p = 0; p < bucket->num_pieces; p++) {
+            const Piece* piece = &bucket->piece[p];
+            float* x = grads + piece->offset;
+            x[p % 3 == 0 ? 0 : p % 3 == 1 ? piece->n - 1 : piece->n / 2] = p % 2 ? -7.0f : 9.0f;
+            if (p % 4 == 3) { memset(x, 0, piece->n * sizeof(float)); }
+            if (damage && p % 5 == 0) { x[piece->n - 1] = NAN; }
+            if (damage && p % 5 == 2) { x[piece->n / 3] = -INFINITY; }
+            if (damage && p % 5 == 1) { x[piece->n / 3] = -3.4e38f; }
+            for (size_t i = 0; i < piece->n; i++) {
+                float magnitude = isfinite(x[i]) ? fabsf(x[i]) : INFINITY;
+                want[p] = magnitude > want[p] ? magnitude : want[p];
+            }
+        }
+        OpCall call = exchange_call(OP_GRAD_AMAX, bucket, num_ranks, 0);
+        size_t count = (size_t)bucket->num_pieces;
+        arg_add(&call, "amaxes", ARG_F32, ARG_OUT, arena_floats(arena, count), count);
+        arg_add(&call, "grads", ARG_F32, ARG_IN, grads, n);
+        Rule rules[] = {rule_exact("amaxes")};
+        OpOutcome outcome = run_case(arena, what, &call, rules, 1);
+        expect_floats(what, &outcome, "amaxes", want, count);
+    }
+}
+
+static void ops_grad_amax(void) {
+    if (op_test_skipped()) { return; }
+    for_each_bucket(grad_amax_case);
+}
+
+// Shared amaxes of every kind, as other ranks may have them: below the gradients, too, so that codes saturate.
+static float* assorted_amaxes(Arena* arena, const Bucket* bucket) {
+    static const float kinds[] = {2e-3f, 1.0f, 0.0f, INFINITY, 1e-41f, 3.4e38f, 4e-6f};
+    float* amaxes = arena_floats(arena, (size_t)bucket->num_pieces);
+    for (int p = 0; p < bucket->num_pieces; p++) {
+        amaxes[p] = kinds[p % 7];
+    }
+    return amaxes;
+}
+
+// scale and descale of a piece by the contract; scale 0: all codes are 0
+static void expected_shared_scale(float amax, float mu, float* scale, float* descale) {
+    *scale = 448.0f * mu / amax;
+    *scale = *scale > 0x1p126f ? 0x1p126f : *scale < 0x1p-126f ? 0x1p-126f : *scale;
+    *descale = 1.0f / *scale;
+    if (!isfinite(amax) || amax == 0.0f) { *scale = 0.0f, *descale = amax == 0.0f ? 0.0f : NAN; }
+}
+
+static const float shared_mus[] = {1.0f, 0.37f, 0x1p-20f};
+
+static void grad_quantize_shared_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
+    float *grads = assorted_grads(arena, n, bucket), *amaxes = assorted_amaxes(arena, bucket);
+    size_t E = bucket->chunk, bytes = E * (size_t)num_ranks;
+    for (int m = 0; m < 3; m++) {
+        uint8_t* want = arena_codes(arena, bytes);
+        for (int rank = 0; rank < num_ranks; rank++) {
+            for (int p = 0; p < bucket->num_pieces; p++) {
+                const Piece* piece = &bucket->piece[p];
+                float scale, descale;
+                expected_shared_scale(amaxes[p], shared_mus[m], &scale, &descale);
+                for (size_t i = 0; i < piece->slice; i++) {
+                    long long place = slice_place(piece, rank, i);
+                    uint8_t code = place >= 0 && scale > 0.0f ? e4m3_from_float(grads[place] * scale) : 0;
+                    want[(size_t)rank * E + piece->at + i] = code;
+                }
+            }
+        }
+        OpCall call = exchange_call(OP_GRAD_QUANTIZE_SHARED, bucket, num_ranks, 0);
+        call.factor = shared_mus[m];
+        arg_add(&call, "codes", ARG_CODES, ARG_OUT, arena_codes(arena, bytes), bytes);
+        arg_add(&call, "grads", ARG_F32, ARG_IN, grads, n);
+        arg_add(&call, "amaxes", ARG_F32, ARG_IN, amaxes, (size_t)bucket->num_pieces);
+        Rule rules[] = {rule_exact("codes")};
+        OpOutcome outcome = run_case(arena, what, &call, rules, 1);
+        expect_bytes(what, &outcome, "codes", want, bytes);
+    }
+}
+
+static void ops_grad_quantize_shared(void) {
+    if (op_test_skipped()) { return; }
+    for_each_bucket(grad_quantize_shared_case);
+}
+
+// Any code, in the padding, too; one in 16 is +-448.
+static void grad_dequantize_shared_case(Arena* arena, const char* what, const Bucket* bucket, size_t n, int num_ranks) {
+    size_t E = bucket->chunk, bytes = E * (size_t)num_ranks;
+    float* amaxes = assorted_amaxes(arena, bucket);
+    uint8_t* codes = arena_codes(arena, bytes);
+    for (size_t i = 0; i < bytes; i++) {
+        uint32_t random = philox(20261121, 62, i).word[0];
+        codes[i] = (uint8_t)(random % 16 ? random >> 8 : 0x7Eu | (random >> 8 & 0x80u));
+    }
+    for (int m = 0; m < 3; m++) {
+        float *grads = random_floats(arena, n, 0, 1, 32), *want = arena_floats(arena, n);
+        memcpy(want, grads, n * sizeof(float));
+        unsigned long long before = 5, count = before;
+        for (int rank = 0; rank < num_ranks; rank++) {
+            for (int p = 0; p < bucket->num_pieces; p++) {
+                const Piece* piece = &bucket->piece[p];
+                float scale, descale;
+                expected_shared_scale(amaxes[p], shared_mus[m], &scale, &descale);
+                for (size_t i = 0; i < piece->slice; i++) {
+                    long long place = slice_place(piece, rank, i);
+                    uint8_t code = codes[(size_t)rank * E + piece->at + i];
+                    if (place < 0) { continue; }
+                    want[place] = float_from_e4m3(code) * descale;
+                    count += (code & 0x7F) == 0x7E;
+                }
+            }
+        }
+        OpCall call = exchange_call(OP_GRAD_DEQUANTIZE_SHARED, bucket, num_ranks, 0);
+        call.factor = shared_mus[m];
+        arg_add(&call, "grads", ARG_F32, ARG_INOUT, grads, n);
+        arg_add(&call, "codes", ARG_CODES, ARG_IN, codes, bytes);
+        arg_add(&call, "amaxes", ARG_F32, ARG_IN, amaxes, (size_t)bucket->num_pieces);
+        arg_add(&call, "saturated", ARG_CODES, ARG_INOUT, &before, sizeof(before));
+        Rule rules[] = {rule_exact("grads"), rule_exact("saturated")};
+        OpOutcome outcome = run_case(arena, what, &call, rules, 2);
+        expect_floats(what, &outcome, "grads", want, n);
+        expect_bytes(what, &outcome, "saturated", &count, sizeof(count));
+    }
+}
+
+static void ops_grad_dequantize_shared(void) {
+    if (op_test_skipped()) { return; }
+    for_each_bucket(grad_dequantize_shared_case);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // the norm over ranks
 
 static HostState* state_with_loss(Arena* arena, float loss) {
@@ -596,11 +730,51 @@ static void reduce_packed(Arena* arena, const char* what, float* sum, float* con
     }
 }
 
+// With scales that all ranks share, added up code by code in E4M3, in rank order. mu = 1 / ranks: nothing saturates.
+static void reduce_shared(Arena* arena, const char* what, float* sum, float* const* grads, const Bucket* bucket,
+                          size_t n, int num_ranks) {
+    size_t bytes = bucket->chunk * (size_t)num_ranks, num_pieces = (size_t)bucket->num_pieces;
+    float *amaxes = arena_floats(arena, num_pieces), *own = arena_floats(arena, num_pieces);
+    uint8_t *codes = arena_codes(arena, bytes), *total = arena_codes(arena, bytes);
+    unsigned long long saturated = 0;
+    float mu = 1.0f / (float)num_ranks;
+    for (int r = 0; r < num_ranks; r++) {
+        OpCall call = exchange_call(OP_GRAD_AMAX, bucket, num_ranks, 0);
+        arg_add(&call, "amaxes", ARG_F32, ARG_OUT, own, num_pieces);
+        arg_add(&call, "grads", ARG_F32, ARG_IN, grads[r], n);
+        run_subject(what, &call);
+        for (size_t p = 0; p < num_pieces; p++) {
+            amaxes[p] = own[p] > amaxes[p] ? own[p] : amaxes[p];
+        }
+    }
+    for (int r = 0; r < num_ranks; r++) {
+        OpCall call = exchange_call(OP_GRAD_QUANTIZE_SHARED, bucket, num_ranks, 0);
+        call.factor = mu;
+        arg_add(&call, "codes", ARG_CODES, ARG_OUT, codes, bytes);
+        arg_add(&call, "grads", ARG_F32, ARG_IN, grads[r], n);
+        arg_add(&call, "amaxes", ARG_F32, ARG_IN, amaxes, num_pieces);
+        run_subject(what, &call);
+        for (size_t i = 0; i < bytes; i++) {
+            total[i] = r == 0 ? codes[i] : e4m3_from_float(float_from_e4m3(total[i]) + float_from_e4m3(codes[i]));
+        }
+    }
+    OpCall call = exchange_call(OP_GRAD_DEQUANTIZE_SHARED, bucket, num_ranks, 0);
+    call.factor = mu;
+    arg_add(&call, "grads", ARG_F32, ARG_INOUT, sum, n);
+    arg_add(&call, "codes", ARG_CODES, ARG_IN, total, bytes);
+    arg_add(&call, "amaxes", ARG_F32, ARG_IN, amaxes, num_pieces);
+    arg_add(&call, "saturated", ARG_CODES, ARG_INOUT, &saturated, sizeof(saturated));
+    run_subject(what, &call);
+}
+
 // Thresholds. E4M3 rounds a contribution by at most half an ulp: 2^-4 of it, or, among the subnormals, 2^-10 of the
 // descale, which is at most amax of the tensor / 448. BF16: 2^-8 of the contribution, and of the sum once more. The
 // FP32 sum: 2^-24 of the magnitudes per addition. Over many elements: an error is about uniform within half an ulp, and
 // those of different ranks and elements are independent, so that in the Euclidean norm fp8 is off by at most 2^-4 /
-// sqrt(3) = 3.6% of the sum of independent gradients; less than a quarter of that would be no FP8.
+// sqrt(3) = 3.6% of the sum of independent gradients; less than a quarter of that would be no FP8. fp8-allreduce rounds
+// R - 1 partial sums, too: elementwise at most (1 + 2^-4)^R - 1 of the magnitudes, and R times 2^-10 of the descale,
+// amax R / 448; in the norm the k-th partial sum has k / R of the squares, so that it is off by at most
+// sqrt(1 + 2 / R + ... + R / R) times as much as fp8.
 static void grad_error_case(int num_ranks, int heavy_tailed) {
     Arena arena = {};
     GptConfig config;
@@ -621,22 +795,28 @@ static void grad_error_case(int num_ranks, int heavy_tailed) {
         }
         amax = fmax(amax, largest_of(grads[r], n));
     }
-    const char* formats[3] = {"fp8", "bf16", "fp32"};
-    double least[3] = {0x1p-4 / 4.0 / sqrt(3.0), 0x1p-8 / 4.0 / sqrt(3.0), -1.0};
-    double most[3] = {0x1p-4 / sqrt(3.0), 0x1p-7, num_ranks * 0x1p-24};
-    for (int f = 0; f < 3; f++) {
+    const char* formats[4] = {"fp8", "bf16", "fp32", "fp8-allreduce"};
+    double R = num_ranks, hops = sqrt(1.0 + (R * (R + 1.0) / 2.0 - 1.0) / R);
+    double least[4] = {0x1p-4 / 4.0 / sqrt(3.0), 0x1p-8 / 4.0 / sqrt(3.0), -1.0, 0x1p-4 / 4.0 / sqrt(3.0)};
+    double most[4] = {0x1p-4 / sqrt(3.0), 0x1p-7, num_ranks * 0x1p-24, 0x1p-4 / sqrt(3.0) * hops};
+    for (int f = 0; f < 4; f++) {
         char what[96];
         snprintf(what, sizeof(what), "%s, %d ranks, %s", formats[f], num_ranks,
                  heavy_tailed ? "heavy tails" : "normal");
         float* sum = (float*)poisoned(&arena, n * sizeof(float));
         for (int b = 0; b < shards.num_buckets; b++) {
             if (f == 0) { reduce_fp8(&arena, what, sum, grads, &shards.bucket[b], n, num_ranks); }
-            if (f > 0) { reduce_packed(&arena, what, sum, grads, &shards.bucket[b], n, num_ranks, f == 1); }
+            if (f == 1 || f == 2) { reduce_packed(&arena, what, sum, grads, &shards.bucket[b], n, num_ranks, f == 1); }
+            if (f == 3) { reduce_shared(&arena, what, sum, grads, &shards.bucket[b], n, num_ranks); }
         }
         for (size_t i = 0; i < n; i++) { // NaN, which an element of no slice would be, fails
             double allowed = num_ranks * 0x1p-24 * magnitude[i];
             if (f == 0) { allowed += (0x1p-4 + 0x1p-20) * magnitude[i] + num_ranks * 0x1p-10 * amax / 448.0; }
             if (f == 1) { allowed += 0x1p-8 * magnitude[i] + (0x1p-8 + 0x1p-16) * magnitude[i]; }
+            if (f == 3) {
+                double each = pow(1.0 + 0x1p-4 + 0x1p-20, R) - 1.0, smallest = 0x1p-10 * amax * R / 448.0;
+                allowed += each * magnitude[i] + R * (1.0 + each) * smallest;
+            }
             expect(fabs((double)sum[i] - want[i]) <= allowed, "%s: sum[%zu] = %.9g, want %.9g +- %.3g", what, i,
                    (double)sum[i], want[i], allowed);
         }

@@ -21,6 +21,7 @@
 
 #include "gpu.cuh"
 
+static_assert(NCCL_VERSION_CODE >= NCCL_VERSION(2, 24, 0), "NCCL 2.24 or newer is wanted: ncclFloat8e4m3");
 static_assert((int)COMM_OPS == (int)RANKS_CONNECT, "ranks.h and floor.h disagree about the list of collectives");
 
 enum { COMM_RING = 512 };     // collectives, or waits, in flight or not yet counted
@@ -347,6 +348,19 @@ void comm_reduce_scatter_bf16(Comm* comm, Device* dev, bf16* recv, const bf16* s
 
 void comm_reduce_scatter_fp32(Comm* comm, Device* dev, float* recv, const float* send, size_t n_per_rank) {
     comm_reduce_scatter(comm, dev, recv, send, n_per_rank, COMM_REDUCE_SCATTER_FP32, ncclFloat32, sizeof(float));
+}
+
+void comm_all_reduce_e4m3(Comm* comm, Device* dev, e4m3* data, size_t n) {
+    uint64_t ranks = (uint64_t)comm->ranks.num_ranks;
+    (void)dev;
+    if (ranks == 1 || n == 0) { return; }
+    int version = 0;
+    nccl_check(comm, ncclGetVersion(&version));
+    check(version >= NCCL_VERSION(2, 24, 0), "sums of FP8 want NCCL 2.24 or newer, found %d.%d.%d", version / 10000,
+          version / 100 % 100, version % 100);
+    uint64_t number = comm_op_begin(comm, COMM_ALL_REDUCE_E4M3, 2 * (ranks - 1) * n / ranks);
+    nccl_check(comm, ncclAllReduce(data, data, n, ncclFloat8e4m3, ncclSum, comm->nccl, comm->stream));
+    comm_op_end(comm, number);
 }
 
 static inline void comm_all_reduce(Comm* comm, Device* dev, float* data, size_t n, CommOp op, ncclRedOp_t reduction) {

@@ -230,8 +230,9 @@ void comm_reduce_scatter_fp32(Comm* comm, Device* dev, float* recv, const float*
     comm_op_end(comm);
 }
 
-// data (n) += over ranks, n <= COMM_PIECE: all-to-all of shards, sum in rank order by the shard's owner, all-gather.
-static inline void comm_sum_piece(Comm* comm, float* data, int n) {
+// Cut n elements into a shard per rank: counts and offsets of all, where the contributions to the own one come to lie.
+// Returns how many elements that has.
+static inline int comm_cut(Comm* comm, int n) {
     int ranks = comm->ranks.num_ranks, shard = (n + ranks - 1) / ranks;
     for (int r = 0; r < ranks; r++) {
         int start = r * shard < n ? r * shard : n;
@@ -243,13 +244,19 @@ static inline void comm_sum_piece(Comm* comm, float* data, int n) {
         comm->wanted[r] = own;
         comm->slots[r] = r * own;
     }
+    return own;
+}
+
+// data (n) += over ranks, n <= COMM_PIECE: all-to-all of shards, sum in rank order by the shard's owner, all-gather.
+static inline void comm_sum_piece(Comm* comm, float* data, int n) {
+    int own = comm_cut(comm, n);
     mpi_check(&comm->ranks, MPI_Alltoallv(data, comm->counts, comm->offsets, MPI_FLOAT, comm->received, comm->wanted,
                                           comm->slots, MPI_FLOAT, MPI_COMM_WORLD));
     float* sum = data + comm->offsets[comm->ranks.rank];
     for (int i = 0; i < own; i++) {
         sum[i] = comm->received[i];
     }
-    for (int r = 1; r < ranks; r++) {
+    for (int r = 1; r < comm->ranks.num_ranks; r++) {
         const float* part = comm->received + comm->slots[r];
         for (int i = 0; i < own; i++) {
             sum[i] += part[i];
@@ -259,14 +266,40 @@ static inline void comm_sum_piece(Comm* comm, float* data, int n) {
                                            MPI_FLOAT, MPI_COMM_WORLD));
 }
 
-// A sum or maximum of n floats: every element goes to its owner, and comes back.
-static inline uint64_t comm_sum_bytes(const Comm* comm, size_t n) {
-    return 2 * (uint64_t)(comm->ranks.num_ranks - 1) * n * sizeof(float) / (uint64_t)comm->ranks.num_ranks;
+// The same for E4M3 codes, every partial sum rounded.
+static inline void comm_sum_piece_e4m3(Comm* comm, uint8_t* data, int n) {
+    int own = comm_cut(comm, n);
+    uint8_t *received = (uint8_t*)comm->received, *sum = data + comm->offsets[comm->ranks.rank];
+    mpi_check(&comm->ranks, MPI_Alltoallv(data, comm->counts, comm->offsets, MPI_BYTE, received, comm->wanted,
+                                          comm->slots, MPI_BYTE, MPI_COMM_WORLD));
+    memcpy(sum, received, (size_t)own);
+    for (int r = 1; r < comm->ranks.num_ranks; r++) {
+        const uint8_t* part = received + comm->slots[r];
+        for (int i = 0; i < own; i++) {
+            sum[i] = e4m3_from_float(float_from_e4m3(sum[i]) + float_from_e4m3(part[i]));
+        }
+    }
+    mpi_check(&comm->ranks, MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, data, comm->counts, comm->offsets,
+                                           MPI_BYTE, MPI_COMM_WORLD));
+}
+
+// A sum or maximum of so many bytes: every element goes to its owner, and comes back.
+static inline uint64_t comm_sum_bytes(const Comm* comm, size_t bytes) {
+    return 2 * (uint64_t)(comm->ranks.num_ranks - 1) * bytes / (uint64_t)comm->ranks.num_ranks;
+}
+
+void comm_all_reduce_e4m3(Comm* comm, Device* dev, e4m3* data, size_t n) {
+    if (comm->ranks.num_ranks == 1 || n == 0) { return; }
+    comm_op_begin(comm, dev, COMM_ALL_REDUCE_E4M3, comm_sum_bytes(comm, n));
+    for (size_t start = 0; start < n; start += COMM_PIECE) {
+        comm_sum_piece_e4m3(comm, data + start, (int)(n - start < COMM_PIECE ? n - start : COMM_PIECE));
+    }
+    comm_op_end(comm);
 }
 
 void comm_sum(Comm* comm, Device* dev, float* data, size_t n) {
     if (comm->ranks.num_ranks == 1 || n == 0) { return; }
-    comm_op_begin(comm, dev, COMM_SUM, comm_sum_bytes(comm, n));
+    comm_op_begin(comm, dev, COMM_SUM, comm_sum_bytes(comm, n * sizeof(float)));
     for (size_t start = 0; start < n; start += COMM_PIECE) {
         comm_sum_piece(comm, data + start, (int)(n - start < COMM_PIECE ? n - start : COMM_PIECE));
     }
@@ -277,7 +310,7 @@ void comm_sum(Comm* comm, Device* dev, float* data, size_t n) {
 void comm_max(Comm* comm, Device* dev, float* data, size_t n) {
     if (comm->ranks.num_ranks == 1 || n == 0) { return; }
     check(n <= INT_MAX, "comm_max: n = %zu, want at most %d", n, INT_MAX);
-    comm_op_begin(comm, dev, COMM_MAX, comm_sum_bytes(comm, n));
+    comm_op_begin(comm, dev, COMM_MAX, comm_sum_bytes(comm, n * sizeof(float)));
     mpi_check(&comm->ranks, MPI_Allreduce(MPI_IN_PLACE, data, (int)n, MPI_FLOAT, MPI_MAX, MPI_COMM_WORLD));
     comm_op_end(comm);
 }

@@ -302,7 +302,7 @@ void global_norm(Device* dev, StepState* state, const float* grads, size_t n);
 // grads (num_parameters) FP32; shards is read on the host
 void norm_of_slices(Device* dev, RankNorm* part, const StepState* state, const float* grads, const Shards* shards,
                     int rank);
-// state->loss = sum of the parts' (num_ranks), state->grad_norm = sqrt(sum of their squares), both in FP64 in rank order
+// state->loss = sum of the parts' (num_ranks), state->grad_norm = sqrt(sum of their squares), both in rank order in FP64
 // and rounded once; state->skip = 1 if one of them is not finite, else 0. The same parts give the same bits everywhere
 void norm_of_ranks(Device* dev, StepState* state, const RankNorm* parts, int num_ranks);
 // AdamW (Loshchilov & Hutter 2019, decoupled decay) on p; does nothing when state->skip. Writes param and raises slots.
@@ -327,8 +327,8 @@ void grad_quantize(Device* dev, uint8_t* send, const float* grads, const Bucket*
 // grad_wire_bytes(chunk)), in rank order, by fmaf: one rounding per rank. The rest of grads stays.
 void grad_sum(Device* dev, float* grads, const uint8_t* received, const Bucket* bucket, int num_ranks, int rank);
 // packed (num_ranks, chunk) = slices of ranks first_rank .. first_rank + num_ranks - 1 of this rank's gradients of the
-// bucket, in BF16 (rounded to nearest even, with --precision fp32, too) or FP32; padding is zero. A reduce-scatter takes
-// all ranks' chunks, the all-gather of the sums the own one
+// bucket, in BF16 (rounded to nearest even, with --precision fp32, too) or FP32; padding is zero. A reduce-scatter
+// takes all ranks' chunks, the all-gather of the sums the own one
 void grad_pack_bf16(Device* dev, bf16* packed, const float* grads, const Bucket* bucket, int first_rank, int num_ranks);
 void grad_pack_fp32(Device* dev, float* packed, const float* grads, const Bucket* bucket, int first_rank,
                     int num_ranks);
@@ -337,6 +337,17 @@ void grad_unpack_bf16(Device* dev, float* grads, const bf16* chunks, const Bucke
                       int num_ranks);
 void grad_unpack_fp32(Device* dev, float* grads, const float* chunks, const Bucket* bucket, int first_rank,
                       int num_ranks);
+// --grad-reduce fp8-allreduce, with one scale per piece for all ranks (grad_mu.h):
+// amaxes (num_pieces) = max |g| of this rank's gradients in each piece of the bucket; +Inf where one is not finite
+void grad_amax(Device* dev, float* amaxes, const float* grads, const Bucket* bucket);
+// codes (num_ranks, chunk) E4M3 = sat(g * scale) of all ranks' slices of this rank's gradients, padding zero.
+// amaxes (num_pieces): of all ranks (comm_max), in device memory; scale = grad_shared_scale(amax, mu)
+void grad_quantize_shared(Device* dev, e4m3* codes, const float* grads, const Bucket* bucket, const float* amaxes,
+                          float mu, int num_ranks);
+// All pieces of the bucket of grads = code * descale, of the summed codes (num_ranks, chunk)
+// *saturated (device memory) += number of elements whose code is +-448
+void grad_dequantize_shared(Device* dev, float* grads, const e4m3* codes, const Bucket* bucket, const float* amaxes,
+                            float mu, int num_ranks, unsigned long long* saturated);
 // packed (chunk) = the rank's slices of the pieces, padding zero.   pieces (num_pieces) in device memory; chunk = the
 // sum of their slices
 void param_pack(Device* dev, bf16* packed, const ParamPiece* pieces, int num_pieces, size_t chunk, int rank);
@@ -355,8 +366,8 @@ void transpose_weight(Device* dev, e4m3* transposed, const e4m3* data, int OC, i
 typedef struct Comm Comm;
 
 // Collectives on device memory. Bytes on the wire: what this rank sends at least, R ranks (all-to-all, all-gather,
-// reduce-scatter of n bytes per rank: (R - 1) n; sum and max of n bytes: 2 (R - 1) / R n); bytes / time is what
-// nccl-tests calls bus bandwidth.
+// reduce-scatter of n bytes per rank: (R - 1) n; sum, max and all-reduce of n bytes: 2 (R - 1) / R n); bytes / time is
+// what nccl-tests calls bus bandwidth.
 typedef enum {
     COMM_SUM,
     COMM_MAX,
@@ -364,6 +375,7 @@ typedef enum {
     COMM_ALL_GATHER,
     COMM_REDUCE_SCATTER_BF16,
     COMM_REDUCE_SCATTER_FP32,
+    COMM_ALL_REDUCE_E4M3,
     COMM_OPS
 } CommOp;
 
@@ -406,6 +418,9 @@ void comm_all_gather(Comm* comm, Device* dev, void* recv, const void* send, size
 // place, when recv is this rank's part of it. GPU: NCCL's order and roundings. CPU: FP32 in rank order, rounded once
 void comm_reduce_scatter_bf16(Comm* comm, Device* dev, bf16* recv, const bf16* send, size_t n_per_rank);
 void comm_reduce_scatter_fp32(Comm* comm, Device* dev, float* recv, const float* send, size_t n_per_rank);
+// data (n) = sum over ranks, in place, the same bits on every rank; every partial sum is rounded to E4M3 and saturates.
+// GPU: NCCL's order, 2.24 or newer. CPU: rank order
+void comm_all_reduce_e4m3(Comm* comm, Device* dev, e4m3* data, size_t n);
 
 // These contain their own begin and end. Device memory, in place, over all ranks.
 void comm_sum(Comm* comm, Device* dev, float* data, size_t n);

@@ -132,6 +132,13 @@ static inline void cost_grad_exchange(Device* dev, const char* op, const Bucket*
                                       int num_ranks) {
     cost_mark(dev, op, bytes_each * (double)bucket->chunk * num_ranks, 0.0, 0);
 }
+static inline void cost_grad_amax(Device* dev, const Bucket* bucket) {
+    double elements = 0.0;
+    for (int p = 0; p < bucket->num_pieces; p++) {
+        elements += (double)bucket->piece[p].n;
+    }
+    cost_mark(dev, "grad amax", 4.0 * elements, 0.0, 0);
+}
 static inline void cost_param_pack(Device* dev, size_t chunk) {
     cost_mark(dev, "param pack", 2.0 * sizeof(bf16) * (double)chunk, 0.0, 0);
 }

@@ -20,13 +20,14 @@
 #define RANKS_TIMEOUT_S 45.0 // of a collective, unless comm_set_timeout says otherwise
 
 // Those of the host alone, behind the device's of floor.h (CommOp).
-enum { RANKS_CONNECT = 6, RANKS_MIN_MAX, RANKS_BARRIER, RANKS_LEAVE };
+enum { RANKS_CONNECT = 7, RANKS_MIN_MAX, RANKS_BARRIER, RANKS_LEAVE };
 static const char* const ranks_op_names[] = {"sum",
                                              "max",
                                              "all-to-all",
                                              "all-gather",
                                              "reduce-scatter bf16",
                                              "reduce-scatter fp32",
+                                             "all-reduce fp8",
                                              "connect",
                                              "host min and max",
                                              "barrier",

@@ -13,6 +13,7 @@
 #define REFERENCE_H
 
 #include "device_cpu.h"
+#include "grad_mu.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // elementary functions, written so that loops over them vectorise
@@ -1373,6 +1374,57 @@ void grad_unpack_fp32(Device* dev, float* grads, const float* chunks, const Buck
     cost_grad_exchange(dev, "grad unpack", bucket, 8.0, num_ranks);
     check_ranks("grad_unpack_fp32", num_ranks, 0);
     grad_unpack(dev, grads, chunks, bucket, first_rank, num_ranks);
+}
+
+void grad_amax(Device* dev, float* amaxes, const float* grads, const Bucket* bucket) {
+    cost_grad_amax(dev, bucket);
+    for (int p = 0; p < bucket->num_pieces; p++) {
+        const Piece* piece = &bucket->piece[p];
+        size_t num_blocks = (piece->n + GRAD_BLOCK - 1) / GRAD_BLOCK;
+        uint32_t most = 0; // bits of |x| in the order of magnitudes, NaN above all
+#pragma omp parallel for schedule(static) reduction(max : most) num_threads(threads_for_blocks(dev, num_blocks))
+        for (size_t block = 0; block < num_blocks; block++) {
+            size_t start = block * GRAD_BLOCK, left = piece->n - start;
+            float amax = amax_of(grads + piece->offset + start, (int)(left < GRAD_BLOCK ? left : GRAD_BLOCK));
+            uint32_t bits = float_bits(amax) & 0x7FFFFFFFu;
+            most = bits > most ? bits : most;
+        }
+        amaxes[p] = most < 0x7F800000u ? bits_float(most) : INFINITY;
+    }
+}
+
+void grad_quantize_shared(Device* dev, e4m3* codes, const float* grads, const Bucket* bucket, const float* amaxes,
+                          float mu, int num_ranks) {
+    cost_grad_exchange(dev, "grad quantize", bucket, 5.0, num_ranks);
+    check_ranks("grad_quantize_shared", num_ranks, 0);
+    size_t blocks = bucket->chunk / GRAD_BLOCK, num_blocks = blocks * (size_t)num_ranks;
+#pragma omp parallel for schedule(static) num_threads(threads_for_blocks(dev, num_blocks))
+    for (size_t i = 0; i < num_blocks; i++) {
+        ChunkBlock from = chunk_block(bucket, i % blocks, (int)(i / blocks));
+        GradBlockScale s = grad_shared_scale(amaxes[chunk_piece(bucket, i % blocks)], mu);
+        int coded = s.has_codes ? from.count : 0;
+        encode_row(codes + i * GRAD_BLOCK, grads + from.offset, coded, s.scale, FORMAT_E4M3);
+        memset(codes + i * GRAD_BLOCK + coded, 0, (size_t)(GRAD_BLOCK - coded));
+    }
+}
+
+void grad_dequantize_shared(Device* dev, float* grads, const e4m3* codes, const Bucket* bucket, const float* amaxes,
+                            float mu, int num_ranks, unsigned long long* saturated) {
+    cost_grad_exchange(dev, "grad dequantize", bucket, 5.0, num_ranks);
+    check_ranks("grad_dequantize_shared", num_ranks, 0);
+    size_t blocks = bucket->chunk / GRAD_BLOCK, num_blocks = blocks * (size_t)num_ranks;
+    unsigned long long count = 0;
+#pragma omp parallel for schedule(static) reduction(+ : count) num_threads(threads_for_blocks(dev, num_blocks))
+    for (size_t i = 0; i < num_blocks; i++) {
+        ChunkBlock to = chunk_block(bucket, i % blocks, (int)(i / blocks));
+        float descale = grad_shared_scale(amaxes[chunk_piece(bucket, i % blocks)], mu).descale;
+        const e4m3* from = codes + i * GRAD_BLOCK;
+        for (int k = 0; k < to.count; k++) {
+            grads[to.offset + (size_t)k] = float_from_e4m3(from[k]) * descale;
+            count += (from[k] & 0x7Fu) == 0x7Eu;
+        }
+    }
+    *saturated += count;
 }
 
 // [begin, end) of the piece that belongs to the rank.

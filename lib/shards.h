@@ -184,14 +184,19 @@ typedef struct {
     int count;     // elements that exist, 0 .. GRAD_BLOCK, a multiple of 16; behind them the chunk has zeros
 } ChunkBlock;
 
+// The piece that block `block` of a chunk is part of: a block is of one piece.
+HOST_DEVICE static inline int chunk_piece(const Bucket* bucket, size_t block) {
+    int p = 0;
+    while (p + 1 < bucket->num_pieces && block * GRAD_BLOCK >= bucket->piece[p + 1].at) {
+        p++;
+    }
+    return p;
+}
+
 // Block `block` (0 .. chunk / GRAD_BLOCK - 1) of rank's chunk.
 HOST_DEVICE static inline ChunkBlock chunk_block(const Bucket* bucket, size_t block, int rank) {
     size_t at = block * GRAD_BLOCK;
-    int p = 0;
-    while (p + 1 < bucket->num_pieces && at >= bucket->piece[p + 1].at) {
-        p++;
-    }
-    const Piece* piece = &bucket->piece[p];
+    const Piece* piece = &bucket->piece[chunk_piece(bucket, block)];
     size_t first = (size_t)rank * piece->slice + (at - piece->at); // in the piece; a slice is whole blocks
     size_t left = first < piece->n ? piece->n - first : 0;
     ChunkBlock found = {piece->offset + first, (int)(left < GRAD_BLOCK ? left : GRAD_BLOCK)};

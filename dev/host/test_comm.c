@@ -169,6 +169,37 @@ static void test_reduce_scatter(void) {
     }
 }
 
+// Codes of all kinds: sums that saturate, subnormal ones, NaN. In rank order, rounded after every addition.
+static void test_all_reduce_e4m3(void) {
+    size_t sizes[] = {0, 1, 7, 1000, COMM_PIECE, 3 * COMM_PIECE + 5};
+    int rank = comm_rank(comm), ranks = comm_num_ranks(comm);
+    size_t saturated = 0, rounded = 0;
+    for (int s = 0; s < 6; s++) {
+        size_t n = sizes[s];
+        uint8_t* data = (uint8_t*)malloc_or_die(n + 1);
+        for (size_t i = 0; i < n; i++) {
+            data[i] = byte_of(rank, 0, i);
+        }
+        data[n] = 0xEE;
+        comm_begin(comm, &device);
+        comm_all_reduce_e4m3(comm, &device, data, n);
+        comm_end(comm, &device);
+        for (size_t i = 0; i < n; i++) {
+            uint8_t want = byte_of(0, 0, i);
+            for (int r = 1; r < ranks; r++) {
+                float sum = float_from_e4m3(want) + float_from_e4m3(byte_of(r, 0, i));
+                want = e4m3_from_float(sum);
+                saturated += fabsf(sum) > 448.0f;
+                rounded += !isnan(sum) && sum != float_from_e4m3(want);
+            }
+            expect(data[i] == want, "all-reduce of %zu: [%zu] is %02x, want %02x", n, i, data[i], want);
+        }
+        expect(data[n] == 0xEE, "all-reduce of %zu wrote behind its end", n);
+        free(data);
+    }
+    expect(ranks == 1 || (saturated > 100 && rounded > 1000), "%zu sums saturate, %zu are rounded", saturated, rounded);
+}
+
 // Bytes on the wire, by the formulas of floor.h; times that are neither nothing nor more than there was.
 static void test_stats(void) {
     uint64_t ranks = (uint64_t)comm_num_ranks(comm), others = ranks - 1;
@@ -184,10 +215,13 @@ static void test_stats(void) {
     comm_reduce_scatter_fp32(comm, &device, b, a, 1200);
     comm_sum(comm, &device, a, 1200);
     comm_max(comm, &device, a, 12);
+    static uint8_t codes[1200];
+    comm_all_reduce_e4m3(comm, &device, codes, 1200);
     double passed = watchdog_now() - start;
     CommStats stats = comm_take_stats(comm);
     uint64_t want[COMM_OPS] = {
-        2 * others * 4800 / ranks, 2 * others * 48 / ranks, others * 1065, others * 4097, others * 2400, others * 4800};
+        2 * others * 4800 / ranks, 2 * others * 48 / ranks, others * 1065, others * 4097, others * 2400, others * 4800,
+        2 * others * 1200 / ranks};
     uint64_t bytes = 0;
     double seconds = 0.0;
     for (int op = 0; op < COMM_OPS; op++) {
@@ -366,7 +400,7 @@ static void run_ranks(int num_ranks) {
     }
     int status = pclose(f);
     char summary[64];
-    snprintf(summary, sizeof(summary), "%d ranks: 7 passed, 0 failed", num_ranks);
+    snprintf(summary, sizeof(summary), "%d ranks: 8 passed, 0 failed", num_ranks);
     expect(status == 0 && strstr(output, summary) != NULL, "mpirun -n %d: status %d, wanted '%s', got:\n%s", num_ranks,
            status, summary, output);
 }
@@ -438,6 +472,7 @@ int main(int argc, char** argv) {
     unit_run(test_all_to_all);
     unit_run(test_all_gather);
     unit_run(test_reduce_scatter);
+    unit_run(test_all_reduce_e4m3);
     unit_run(test_stats);
     if (launched == NULL) {
         unit_run(test_ranks);
