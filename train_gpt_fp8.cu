@@ -1065,7 +1065,7 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
         report->grad_norm_z = outlier_update(norm_outliers, state.grad_norm);
     }
     check_ranks_in_step(model, &state);
-    exchange_step_mu(&model->exchange, state.saturated, model->table.num_parameters);
+    exchange_step_mu(&model->exchange, &state, model->table.num_parameters);
     report->loss = state.loss;
     report->grad_norm = state.grad_norm;
     report->slots_warming = model->slots_warming = state.slots_warming;

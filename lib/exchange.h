@@ -26,14 +26,10 @@
 #include "floor.h"
 
 #include "config.h"
+#include "grad_mu.h"
 #include "memory.h"
 #include "shards.h"
 
-#define grad_amax(...)
-#define grad_quantize_shared(...)
-#define grad_dequantize_shared(...) check(send == NULL, "--grad-reduce fp8-allreduce: not yet")
-#define grad_mu_next(a,b,c) (a+0*b+0*c)
-#define comm_all_reduce_e4m3(...)
 typedef struct {
     Device* dev;
     Comm* comm;
@@ -113,7 +109,7 @@ static inline void exchange_create(Exchange* x, Device* dev, Comm* comm, const P
     x->format = (GradReduce)train->grad_reduce;
     x->is_sharded = x->num_ranks > 1 && train->zero_stage == 1;
     x->shards = shards_create(table, x->num_ranks);
-    x->mu = 1.0;
+    x->mu = GRAD_MU_START;
     for (int b = 0; b < x->shards.num_buckets; b++) {
         const Bucket* bucket = &x->shards.bucket[b];
         for (int p = 0; p < bucket->num_pieces; p++) {
@@ -193,7 +189,7 @@ static inline void exchange_pack(Exchange* x, int b, const float* grads) {
     case GRAD_REDUCE_FP8_ALLREDUCE:
         grad_amax(x->dev, amaxes, grads, bucket);
         comm_max(x->comm, x->dev, amaxes, (size_t)bucket->num_pieces);
-        grad_quantize_shared(x->dev, (uint8_t*)send, grads, bucket, amaxes, (float)x->mu, x->num_ranks);
+        grad_quantize_shared(x->dev, (e4m3*)send, grads, bucket, amaxes, (float)x->mu, x->num_ranks);
         break;
     default: grad_quantize(x->dev, (uint8_t*)send, grads, bucket, x->num_ranks); break;
     }
@@ -220,7 +216,7 @@ static inline void exchange_sum(Exchange* x, int b, float* grads) {
     case GRAD_REDUCE_BF16: grad_unpack_bf16(x->dev, grads, (const bf16*)recv, bucket, x->rank, 1); break;
     case GRAD_REDUCE_FP32: grad_unpack_fp32(x->dev, grads, (const float*)recv, bucket, x->rank, 1); break;
     case GRAD_REDUCE_FP8_ALLREDUCE:
-        grad_dequantize_shared(x->dev, grads, (const uint8_t*)send, bucket, x->amaxes + (size_t)b * BUCKET_PIECES,
+        grad_dequantize_shared(x->dev, grads, (const e4m3*)send, bucket, x->amaxes + (size_t)b * BUCKET_PIECES,
                                (float)x->mu, x->num_ranks, x->saturated);
         break;
     default: grad_sum(x->dev, grads, (const uint8_t*)recv, bucket, x->num_ranks, x->rank); break;
@@ -293,10 +289,10 @@ static inline void exchange_norm(Exchange* x, StepState* state, const float* gra
     norm_of_ranks(x->dev, state, x->norms, x->num_ranks);
 }
 
-// The step is over; saturated: of its state.
-static inline void exchange_step_mu(Exchange* x, unsigned long long saturated, size_t num_parameters) {
+// The step is over, `state` is what it left.
+static inline void exchange_step_mu(Exchange* x, const StepState* state, size_t num_parameters) {
     if (x->num_ranks == 1 || x->format != GRAD_REDUCE_FP8_ALLREDUCE) { return; }
-    x->mu = grad_mu_next(x->mu, saturated, num_parameters);
+    x->mu = grad_mu_next(x->mu, state->saturated, num_parameters, state->skip);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
