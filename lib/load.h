@@ -12,7 +12,9 @@
 #include "resume.h"
 #include "snapshot_writer.h"
 
+#ifndef LOAD_PIECE
 #define LOAD_PIECE ((size_t)16 << 20) // bytes read at a time
+#endif
 #define LOAD_MAX_RANGES (1 << 20)     // in one file
 
 // A checkpoint whose shares have been read: which parameters lie where.

@@ -27,6 +27,10 @@
 #include "run_state.h"
 #include "snapshot_writer.h"
 
+#ifndef SAVE_BUFFER
+#define SAVE_BUFFER ((size_t)64 << 20) // bytes of a pinned buffer, at most
+#endif
+
 // A checkpoint on its way to disk.
 typedef enum { SAVE_NONE, SAVE_WRITING, SAVE_COMMITTING } SavePhase;
 
@@ -81,9 +85,9 @@ static inline void save_prepare(Save* c) {
     if (c->writer != NULL) { return; }
     size_t limit = (size_t)((double)c->train->checkpoint_memory * (1 << 30));
     if (limit == 0) { limit = host_memory_available() / 2 / (size_t)comm_num_ranks(c->comm); }
-    size_t array_bytes = state_ranges_span(&c->ranges) * sizeof(float), most = (size_t)64 << 20;
+    size_t array_bytes = state_ranges_span(&c->ranges) * sizeof(float);
     array_bytes = array_bytes > 0 ? array_bytes : sizeof(float);
-    c->buffer_bytes = array_bytes < most ? array_bytes : most;
+    c->buffer_bytes = array_bytes < SAVE_BUFFER ? array_bytes : SAVE_BUFFER;
     size_t wanted = 3 * ((array_bytes + c->buffer_bytes - 1) / c->buffer_bytes);
     size_t allowed = limit / c->buffer_bytes < 2 ? 2 : limit / c->buffer_bytes;
     c->num_buffers = (int)(wanted < allowed ? wanted : allowed);

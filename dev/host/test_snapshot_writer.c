@@ -465,7 +465,8 @@ static void misuse(void* which) {
         }
         int first = snapshot_writer_take(w), second = snapshot_writer_take(w);
         snapshot_writer_append_array(w, first, 0, what == 4 ? BUFFER_BYTES / 4 + 1 : what == 7 ? 1999 : 2048, 1);
-        if (what != 5) { snapshot_writer_append_array(w, second, what == 6 ? 2047 : what == 10 ? 2101 : 2100, 1000, 1); }
+        size_t at_second = what == 6 ? 2047 : what == 10 ? 2101 : 2100;
+        if (what != 5) { snapshot_writer_append_array(w, second, at_second, 1000, 1); }
         snapshot_writer_end(w);
         break;
     }
@@ -543,6 +544,41 @@ static void test_no_wait(void) {
     snapshot_writer_free(w);
 }
 
+// A buffer of several of the pieces in which the thread hashes and writes.
+static void test_large_buffer(void) {
+    static const GptConfig wide = {8, 6000, 6016, 1, 2, 96};
+    size_t n = gpt_num_parameters(&wide);
+    float* params = (float*)malloc_or_die(n * sizeof(float));
+    for (size_t i = 0; i < n; i++) {
+        params[i] = (float)i + 1.0f;
+    }
+    checkpoint_write_model(at("wide_want.bin"), &wide, params, MODEL_FILE_BF16);
+    ModelFileHeader header = checkpoint_header(&wide, MODEL_FILE_BF16);
+    void* buffers[] = {malloc_or_die(n * sizeof(float))};
+    memcpy(buffers[0], params, n * sizeof(float));
+    SnapshotWriter* w = snapshot_writer_create(buffers, 1, n * sizeof(float), NULL, NULL);
+    StateRange range[] = {{0, 10, 0}, {10, n - 10, 10}};
+    StateRanges ranges = {range, 2, n};
+    expect(2 * SNAPSHOT_CHUNK < n * sizeof(float), "%zu parameters are too few for a test", n);
+    snapshot_writer_open(w, at("wide.bin"), 0);
+    snapshot_writer_ranges(w, &ranges);
+    snapshot_writer_model(w, at("wide_model.bin"), &header, (uint64_t)file_size_or_die(at("wide_want.bin")));
+    snapshot_writer_begin(w, "master");
+    snapshot_writer_append_array(w, snapshot_writer_take(w), 0, n, 1);
+    snapshot_writer_end(w);
+    snapshot_writer_close(w);
+    SnapshotResult result;
+    snapshot_writer_wait(w, &result);
+    expect(result.error == 0, "error %d", result.error);
+    expect_section(at("wide.bin"), "master", params, n * sizeof(float));
+    char command[512];
+    snprintf(command, sizeof(command), "cmp %s %s", at("wide_model.bin"), at("wide_want.bin"));
+    expect(system(command) == 0, "the model file is not the one that checkpoint_write_model makes");
+    snapshot_writer_free(w);
+    free(buffers[0]);
+    free(params);
+}
+
 int main(void) {
     snprintf(folder, sizeof(folder), "/tmp/test_snapshot_writer_XXXXXX");
     check(mkdtemp(folder) != NULL, "cannot make a temporary folder");
@@ -555,6 +591,7 @@ int main(void) {
     unit_run(test_misuse);
     unit_run(test_call);
     unit_run(test_no_wait);
+    unit_run(test_large_buffer);
     char command[128];
     snprintf(command, sizeof(command), "rm -rf %s", folder);
     return system(command) != 0 || unit_report();
