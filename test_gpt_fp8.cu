@@ -55,6 +55,7 @@
 #include "lib/logger.h"
 #include "lib/run_state.h"
 #include "lib/snapshot.h"
+#include "lib/state_ranges.h"
 #include "lib/snapshot_writer.h"
 #include "lib/llmc_state.h"
 #include "lib/resume.h"

@@ -43,6 +43,7 @@
 #include "lib/logger.h"      // defines: Logger: screen, main.log, metrics.jsonl
 #include "lib/run_state.h"   // defines: RunState: where a run stands, as a checkpoint remembers it
 #include "lib/snapshot.h"    // defines: the files and folders of a checkpoint
+#include "lib/state_ranges.h" // defines: StateRanges: which parameters a rank keeps, and where
 #include "lib/snapshot_writer.h" // defines: SnapshotWriter: writes them while training goes on
 #include "lib/llmc_state.h"  // defines: llm.c's checkpoints, in and out
 #include "lib/resume.h"      // defines: Resume: which checkpoint a run goes on from
@@ -69,6 +70,10 @@
 #include "lib/comm.cuh"         // defines: Comm over NCCL
 #endif
 #include "lib/exchange.h" // defines: Exchange: gradients and weights between ranks
+
+// checkpoints, between files and arrays on the device
+#include "lib/save.h" // defines: Save: a checkpoint on its way to disk while training goes on
+#include "lib/load.h" // defines: load_resumed, load_slots
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the nouns
@@ -222,6 +227,14 @@ static ScaleSlot* slot_of(const Model* model, int l, LinearName k, SlotName s) {
 // Parameters of which this rank has master weights and moments, padding included.
 static size_t state_elements(const Model* model) {
     return model->exchange.is_sharded ? model->exchange.shards.shard : model->table.num_parameters;
+}
+
+// Which parameters those are; to_save: what a checkpoint takes of them from this rank.
+static StateRanges state_ranges(const Model* model, int to_save) {
+    int rank = comm_rank(model->comm), ranks = comm_num_ranks(model->comm);
+    size_t n = model->table.num_parameters;
+    if (model->exchange.is_sharded) { return state_ranges_of_shard(&model->exchange.shards, rank); }
+    return to_save ? state_ranges_share(n, rank, ranks) : state_ranges_flat(n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -791,7 +804,9 @@ static void model_set_weights(Model* model, const float* values) {
     size_t n_bytes = state_elements(model) * sizeof(float);
     AdamW nearest;
     memset(&nearest, 0, sizeof(nearest));
-    exchange_distribute(&model->exchange, model->master, values, model->table.num_parameters);
+    StateRanges ranges = state_ranges(model, 0);
+    load_from_host(model->dev, model->master, &ranges, values);
+    state_ranges_free(&ranges);
     device_zero(model->dev, model->m, n_bytes);
     device_zero(model->dev, model->v, n_bytes);
     model_take_master(model, 0, nearest);
@@ -1211,28 +1226,6 @@ static void save_model(Model* model, const char* path) {
 // ---------------------------------------------------------------------------------------------------------------------
 // the loop
 
-// A checkpoint on its way to disk.
-typedef enum { SAVE_NONE, SAVE_WRITING, SAVE_COMMITTING } SavePhase;
-
-typedef struct {
-    SnapshotWriter* writer; // NULL until save_prepare
-    void** buffers;         // (num_buffers) pinned
-    int num_buffers;
-    size_t buffer_bytes;
-    int newest;     // step of the newest complete one of this run, -1: none yet
-    int retry_at;   // step at which a failed one is tried again, -1: none
-    double write_s; // what the last one took
-    // the one under way
-    SavePhase phase;
-    int is_done; // this rank's part of the phase is
-    SnapshotResult result;
-    uint64_t bytes; // of this rank's files
-    double began_s, delay_s; // when it began; how long training waited for it
-    const TrainConfig* train;
-    RunState state;
-    char* config;
-} Save;
-
 // Everything main holds beside the model.
 typedef struct {
     DataLoader train_loader, val_loader;
@@ -1253,13 +1246,6 @@ typedef struct {
     Save save;
     Profile profile;     // --profile
 } Run;
-
-// The largest of the ranks' values.
-static int64_t max_over_ranks(Comm* comm, int64_t value) {
-    int64_t low, high;
-    comm_host_min_max(comm, value, &low, &high);
-    return high;
-}
 
 static void open_data(Run* run, const TrainConfig* train, const GptConfig* config) {
     DataOptions options = {train->batch_size, train->seq_len, train->rank, train->num_ranks, config->vocab_size,
@@ -1304,70 +1290,20 @@ static int64_t tokens_after(const Run* run, const TrainConfig* train, int steps)
 static int is_due(int step, int every, int last_step) { return every > 0 && (step % every == 0 || last_step); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// checkpoints: every rank writes its share of the FP32 arrays and its FP8 slots, beside training; when all have, rank 0
-// adds where the run stands and gives the folder its name (snapshot.h)
-
-// This rank's share of the flat arrays.
-static void own_share(const Model* model, size_t* first, size_t* count) {
-    size_t n = model->table.num_parameters, ranks = (size_t)comm_num_ranks(model->comm);
-    size_t rank = (size_t)comm_rank(model->comm);
-    *first = n / ranks * rank + (rank < n % ranks ? rank : n % ranks);
-    *count = n / ranks + (rank < n % ranks);
-}
-
-// Pinned memory for a whole checkpoint, so that training waits only for the copy to the host; if that is too much, for
-// a part of it, and training waits for the disk, too.
-static void save_prepare(Save* c, const Model* model) {
-    if (c->writer != NULL) { return; }
-    size_t first, count, limit = (size_t)((double)model->train->checkpoint_memory * (1 << 30));
-    own_share(model, &first, &count);
-    if (limit == 0) { limit = host_memory_available() / 2 / (size_t)comm_num_ranks(model->comm); }
-    c->buffer_bytes = count * sizeof(float) < (size_t)64 << 20 ? count * sizeof(float) : (size_t)64 << 20;
-    size_t wanted = 3 * ((count * sizeof(float) + c->buffer_bytes - 1) / c->buffer_bytes);
-    size_t allowed = limit / c->buffer_bytes < 2 ? 2 : limit / c->buffer_bytes;
-    c->num_buffers = (int)(wanted < allowed ? wanted : allowed);
-    c->buffers = (void**)malloc_or_die((size_t)c->num_buffers * sizeof(void*));
-    double start = seconds_now();
-    for (int i = 0; i < c->num_buffers; i++) {
-        c->buffers[i] = pinned_malloc(model->dev, c->buffer_bytes);
-    }
-    c->writer = snapshot_writer_create(c->buffers, c->num_buffers, c->buffer_bytes, NULL, NULL);
-    if (comm_rank(model->comm) == 0) {
-        printf("checkpoints: %.3f GB of pinned host memory per rank, taken in %.1f s%s\n",
-               1e-9 * (double)c->buffer_bytes * c->num_buffers, seconds_now() - start,
-               wanted > allowed ? "; not enough for a whole one: training will wait for the disk" : "");
-    }
-}
-
-static void save_free(Save* c, Device* dev) {
-    if (c->writer == NULL) { return; }
-    snapshot_writer_free(c->writer);
-    for (int i = 0; i < c->num_buffers; i++) {
-        pinned_release(dev, c->buffers[i]);
-    }
-    free(c->buffers);
-    free(c->config);
-}
+// checkpoints (lib/save.h, lib/load.h): what of the run and the model goes into them, and what follows from one
 
 static RunState run_state_now(const Run* run, const Model* model, int steps_done) {
-    const TrainConfig* train = model->train;
-    const GptConfig* gpt = &model->config;
     RunState s;
     memset(&s, 0, sizeof(s));
     s.version = RUN_STATE_VERSION;
     s.step = steps_done;
     s.num_updates = model->num_updates;
-    s.tokens = tokens_after(run, train, steps_done);
+    s.tokens = tokens_after(run, model->train, steps_done);
     s.seed = (int64_t)model->rounding.seed;
     s.stochastic = model->rounding.stochastic;
-    s.max_seq_len = gpt->max_seq_len, s.vocab_size = gpt->vocab_size, s.padded_vocab_size = gpt->padded_vocab_size;
-    s.num_layers = gpt->num_layers, s.num_heads = gpt->num_heads, s.channels = gpt->channels;
-    s.num_parameters = (int64_t)model->table.num_parameters;
+    run_state_set_shape(&s, &model->config);
     s.num_ranks = comm_num_ranks(model->comm);
-    DataPosition at = data_position(model, &run->train_loader);
-    s.window_tokens = dataloader_window_tokens(&run->train_loader.options);
-    s.data_epoch = (int64_t)at.epoch, s.data_shard = (int64_t)at.shard, s.data_window = (int64_t)at.window;
-    s.data_fingerprint = run_data_fingerprint(&run->train_loader);
+    run_state_set_data(&s, &run->train_loader, data_position(model, &run->train_loader));
     s.num_slots = model->num_slots;
     s.slot_bytes = sizeof(ScaleSlot);
     s.amax_history = model->recipe.history, s.amax_algo = model->recipe.algo, s.margin = model->recipe.margin;
@@ -1375,322 +1311,32 @@ static RunState run_state_now(const Run* run, const Model* model, int steps_done
     s.skips_in_a_row = run->skips_in_a_row;
     s.loss_outliers = run->loss_outliers;
     s.norm_outliers = run->norm_outliers;
+    s.grad_mu = model->exchange.mu;
     return s;
 }
 
-// Hand this rank's share of an array to the writer, piece by piece as buffers are free. is_master: it is the model.
-static void save_array(Save* c, Model* model, const char* name, const float* array, int is_master) {
-    size_t first, count, piece = c->buffer_bytes / sizeof(float);
-    own_share(model, &first, &count);
-    snapshot_writer_begin(c->writer, name);
-    for (size_t done = 0; done < count; done += piece) {
-        size_t n = count - done < piece ? count - done : piece;
-        int buffer = snapshot_writer_take(c->writer);
-        device_copy_out(model->dev, c->buffers[buffer], array + first + done, n * sizeof(float));
-        snapshot_writer_append(c->writer, buffer, n * sizeof(float), is_master ? (int64_t)(first + done) : -1);
-    }
-    snapshot_writer_end(c->writer);
+// Begin the checkpoint after `steps_done` steps, as save_begin does.
+static void begin_checkpoint(Run* run, Model* model, int steps_done) {
+    StateArrays arrays = {model->master, model->m, model->v};
+    RunState state = run_state_now(run, model, steps_done);
+    save_begin(&run->save, &arrays, model->slots, &state);
 }
 
-// A checkpoint could not be written: it is gone, everything else is as it was.
-static void save_give_up(Save* c, Model* model, int error) {
-    const TrainConfig* train = c->train;
-    int step = (int)c->state.step, every = train->checkpoint_every;
-    c->phase = SAVE_NONE;
-    c->retry_at = every > 0 ? step + (every + 9) / 10 : -1;
-    if (c->result.error != 0) {
-        const char* path = c->result.path[0] != 0 ? c->result.path : train->output_dir; // save_commit names no file
-        warning("rank %d: cannot write '%s': %s", train->rank, path, strerror(c->result.error));
-    }
-    if (comm_rank(model->comm) != 0) { return; }
-    snapshot_abandon(train->output_dir, step);
-    char before[64] = "there is none before it", next[64] = "";
-    if (c->newest >= 0) { snprintf(before, sizeof(before), "that of step %d stays", c->newest); }
-    if (every > 0) { snprintf(next, sizeof(next), ", the next try is at step %d", c->retry_at); }
-    warning("THE CHECKPOINT OF STEP %d WAS NOT WRITTEN (%s); %s; training goes on%s", step, strerror(error), before,
-            next);
-}
-
-// Rank 0, in the writer's thread: where the run stands, the folder's name, what is no longer to be kept. 0 or errno.
-static int save_commit(void* save) {
-    const Save* c = (const Save*)save;
-    const char* run = c->train->output_dir;
-    int step = (int)c->state.step;
-    char path[SNAPSHOT_PATH], file[32];
-    for (int rank = 0; rank < (int)c->state.num_ranks; rank++) {
-        struct stat st;
-        snprintf(file, sizeof(file), "shard_%05d.bin", rank);
-        snapshot_tmp_path(path, sizeof(path), run, step, file);
-        if (stat(path, &st) != 0) {
-            int error = errno;
-            warning("rank %d has written its share, but there is no '%s': want one folder that all ranks share", rank,
-                    path);
-            return error;
-        }
-    }
-    SnapshotOut out;
-    snapshot_tmp_path(path, sizeof(path), run, step, "common.bin");
-    int error = snapshot_out_open(&out, path, 0);
-    if (error == 0) {
-        snapshot_out_begin(&out, "run");
-        snapshot_out_append(&out, &c->state, sizeof(c->state));
-        snapshot_out_end(&out);
-        snapshot_out_begin(&out, "config");
-        snapshot_out_append(&out, c->config, strlen(c->config));
-        snapshot_out_end(&out);
-        error = snapshot_out_close(&out);
-    }
-    if (error == 0) { snapshot_set_aside(run, c->newest, step); } // what does not move stays: the new one is worth more
-    error = error != 0 ? error : snapshot_commit(run, step);
-    if (error == 0) { snapshot_prune(run, c->train->keep, c->train->keep_every); }
-    return error;
-}
-
-// Look after the checkpoint under way, once a step and on all ranks together; `wait`: until it is complete or given up.
-static void save_poll(Run* run, Model* model, int wait) {
-    Save* c = &run->save;
-    Comm* comm = model->comm;
-    while (c->phase != SAVE_NONE) {
-        if (!c->is_done) {
-            if (wait) { snapshot_writer_wait(c->writer, &c->result); }
-            c->is_done = wait || snapshot_writer_poll(c->writer, &c->result);
-        }
-        if (max_over_ranks(comm, !c->is_done)) { return; }
-        int error = (int)max_over_ranks(comm, c->result.error);
-        if (error != 0) {
-            save_give_up(c, model, error);
-        } else if (c->phase == SAVE_WRITING) {
-            c->phase = SAVE_COMMITTING;
-            c->is_done = comm_rank(comm) != 0;
-            c->bytes = c->result.bytes;
-            if (!c->is_done) { snapshot_writer_call(c->writer, save_commit, c); }
-        } else {
-            c->phase = SAVE_NONE;
-            c->newest = (int)c->state.step;
-            c->retry_at = -1;
-            c->write_s = seconds_now() - c->began_s;
-            double gb = 1e-9 * (double)c->bytes * comm_num_ranks(comm);
-            logger_log_checkpoint(&run->logger, c->newest, (uint64_t)(1e9 * gb), c->write_s, c->delay_s);
-            if (comm_rank(comm) == 0) {
-                printf("checkpoint step_%08d: %.3f GB in %.2f s (%.2f GB/s), training waited %.3f s\n", c->newest, gb,
-                       c->write_s, gb / c->write_s, c->delay_s);
-                fflush(stdout);
-            }
-        }
-        if (!wait) { return; }
-    }
-}
-
-static int save_is_due(const Run* run, const TrainConfig* train, int steps_done) {
-    return is_due(steps_done, train->checkpoint_every, steps_done == run->num_steps) ||
-           steps_done == run->save.retry_at;
-}
-
-// Begin the checkpoint after `steps_done` steps: everything is copied to the host before this returns. One that is
-// still being written is waited for.
-static void save_begin(Run* run, Model* model, int steps_done) {
-    Save* c = &run->save;
-    const TrainConfig* train = model->train;
-    double start = seconds_now();
-    save_poll(run, model, 1);
-    save_prepare(c, model);
-    c->train = train;
-    c->state = run_state_now(run, model, steps_done);
-    free(c->config);
-    c->config = config_to_text(train);
-    c->began_s = seconds_now();
-    memset(&c->result, 0, sizeof(c->result));
-    snapshot_tmp_path(c->result.path, sizeof(c->result.path), train->output_dir, steps_done, NULL);
-    if (comm_rank(model->comm) == 0) { c->result.error = snapshot_begin(train->output_dir, steps_done); }
-    int error = (int)max_over_ranks(model->comm, c->result.error);
-    if (error != 0) {
-        save_give_up(c, model, error);
-        return;
-    }
-    size_t first, count, slot_bytes = (size_t)model->num_slots * sizeof(ScaleSlot);
-    own_share(model, &first, &count);
-    char path[SNAPSHOT_PATH], file[32];
-    snprintf(file, sizeof(file), "shard_%05d.bin", comm_rank(model->comm));
-    snapshot_tmp_path(path, sizeof(path), train->output_dir, steps_done, file);
-    snapshot_writer_open(c->writer, path, 3 * count * sizeof(float) + slot_bytes + 8 * SNAPSHOT_ALIGN);
-    ModelFileHeader header = checkpoint_header(&model->config, MODEL_FILE_BF16);
-    snapshot_tmp_path(path, sizeof(path), train->output_dir, steps_done, "model.bin");
-    snapshot_writer_model(c->writer, path, comm_rank(model->comm) == 0 ? &header : NULL,
-                          MODEL_FILE_HEADER_BYTES + 2 * model->table.num_parameters);
-    uint64_t share[2] = {first, count};
-    snapshot_writer_begin(c->writer, "share");
-    snapshot_writer_append_copy(c->writer, share, sizeof(share));
-    snapshot_writer_end(c->writer);
-    ScaleSlot* slots = (ScaleSlot*)malloc_or_die(slot_bytes);
-    device_copy_out(model->dev, slots, model->slots, slot_bytes);
-    snapshot_writer_begin(c->writer, "slots");
-    snapshot_writer_append_copy(c->writer, slots, slot_bytes);
-    snapshot_writer_end(c->writer);
-    free(slots);
-    save_array(c, model, "master", model->master, 1);
-    save_array(c, model, "m", model->m, 0);
-    save_array(c, model, "v", model->v, 0);
-    snapshot_writer_close(c->writer);
-    c->phase = SAVE_WRITING;
-    c->is_done = 0;
-    c->delay_s = seconds_now() - start;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// resuming
-
-#define RESUME_PIECE ((size_t)16 << 20) // bytes
-
-// Copy the section `name`, `count` floats, to the device. 0, or 1 with the reason in why.
-static int load_array(Model* model, SnapshotIn* in, const char* name, float* array, size_t count, void* piece,
-                      char* why) {
-    if (snapshot_in_begin(in, name, count * sizeof(float), why) != 0) { return 1; }
-    for (size_t done = 0; done < count * sizeof(float); done += RESUME_PIECE) {
-        size_t left = count * sizeof(float) - done, n = left < RESUME_PIECE ? left : RESUME_PIECE;
-        if (snapshot_in_read(in, piece, n, why) != 0) { return 1; }
-        device_copy_in(model->dev, (char*)array + done, piece, n);
-        device_sync(model->dev);
-    }
-    return snapshot_in_end(in, why);
-}
-
-// One rank's file: its share of the arrays, which must begin at parameter *next, and, if slots is not NULL, its slots
-// (state->num_slots). 0, or 1 with the reason in why.
-static int load_shard(Model* model, const RunState* state, const char* folder, int rank, size_t* next, ScaleSlot* slots,
-                      void* piece, char* why) {
-    char path[SNAPSHOT_PATH], model_path[SNAPSHOT_PATH];
-    snprintf(path, sizeof(path), "%s/shard_%05d.bin", folder, rank);
-    snprintf(model_path, sizeof(model_path), "%s/model.bin", folder);
-    SnapshotIn in;
-    if (snapshot_in_open(&in, path, why) != 0) { return 1; }
-    uint64_t share[2];
-    size_t n = model->table.num_parameters;
-    int bad = snapshot_in_whole(&in, "share", share, sizeof(share), why);
-    struct stat st;
-    if (!bad && rank == 0 && stat(model_path, &st) == 0 && st.st_size != (off_t)(MODEL_FILE_HEADER_BYTES + 2 * n)) {
-        bad = refuse(why, "'%s' has %lld bytes, want %zu", model_path, (long long)st.st_size,
-                                MODEL_FILE_HEADER_BYTES + 2 * n);
-    }
-    if (!bad && (share[0] != *next || share[1] > n - *next)) {
-        bad = refuse(why, "'%s' holds parameters %llu to %llu, want them from %zu on, of %zu", path,
-                 (unsigned long long)share[0], (unsigned long long)(share[0] + share[1]), *next, n);
-    }
-    bad = bad || load_array(model, &in, "master", model->master + *next, share[1], piece, why) ||
-          load_array(model, &in, "m", model->m + *next, share[1], piece, why) ||
-          load_array(model, &in, "v", model->v + *next, share[1], piece, why);
-    SnapshotModelSlice slice; // model.bin is for others, but a checkpoint that is taken is whole; one rank looks
-    bad = bad || snapshot_in_whole(&in, "model", &slice, sizeof(slice), why);
-    if (!bad && (slice.first != share[0] || slice.count != share[1])) {
-        bad = refuse(why, "'%s' speaks of parameters %llu to %llu in model.bin, want its own share", path,
-                                (unsigned long long)slice.first, (unsigned long long)(slice.first + slice.count));
-    }
-    if (!bad && comm_rank(model->comm) == 0) {
-        bad = snapshot_check_range(model_path, MODEL_FILE_HEADER_BYTES + 2 * slice.first, 2 * slice.count, slice.hash,
-                                   why) ||
-              (slice.header_hash != 0 &&
-               snapshot_check_range(model_path, 0, MODEL_FILE_HEADER_BYTES, slice.header_hash, why));
-    }
-    if (!bad && slots != NULL) {
-        bad = snapshot_in_whole(&in, "slots", slots, (uint64_t)state->num_slots * sizeof(ScaleSlot), why);
-        for (int i = 0; !bad && i < state->num_slots; i++) {
-            if (!scale_slot_is_sound(&slots[i], (int)state->amax_history)) {
-                bad = refuse(why, "'%s': FP8 slot %d is impossible", path, i);
-            }
-        }
-    }
-    snapshot_in_close(&in);
-    *next += bad ? 0 : share[1];
-    return bad;
-}
-
-// The slots of this run, as init_slots has just made them, take over what the saved ones know.
-static void continue_slots(Model* model, const RunState* state, const ScaleSlot* saved) {
-    ScaleRecipe recipe = {(int)state->amax_history, (AmaxAlgo)state->amax_algo, (int)state->margin,
-                          (float)state->headroom};
-    size_t bytes = (size_t)model->num_slots * sizeof(ScaleSlot);
-    ScaleSlot* slots = (ScaleSlot*)malloc_or_die(bytes);
-    device_copy_out(model->dev, slots, model->slots, bytes);
-    for (int i = 0; i < model->num_slots && i < state->num_slots; i++) { // the FP8 head's stand behind all others
-        scale_slot_continue(&slots[i], &saved[i], recipe, model->recipe);
-    }
-    device_copy_in(model->dev, model->slots, slots, bytes);
-    device_sync(model->dev);
-    free(slots);
-}
-
-// Read everything of our checkpoint that lies on the device. 0, or 1 with the reason in why. Ranks check different
-// parts, so one may fail where another does not: nothing here may wait for other ranks.
-static int load_checkpoint(Model* model, const RunState* state, const char* folder, char* why) {
-    int ranks = (int)state->num_ranks, rank = comm_rank(model->comm) < ranks ? comm_rank(model->comm) : 0, bad = 0;
-    size_t next = 0;
-    void* piece = malloc_or_die(RESUME_PIECE);
-    ScaleSlot* saved = (ScaleSlot*)malloc_or_die((size_t)state->num_slots * sizeof(ScaleSlot));
-    for (int r = 0; r < ranks && !bad; r++) {
-        bad = load_shard(model, state, folder, r, &next, r == rank ? saved : NULL, piece, why);
-    }
-    if (!bad && next != model->table.num_parameters) {
-        bad = refuse(why, "'%s' has %zu parameters in %d shards, want %zu", folder, next, ranks,
-                 model->table.num_parameters);
-    }
-    if (!bad) {
-        init_slots(model);
-        continue_slots(model, state, saved);
-    }
-    free(saved);
-    free(piece);
-    return bad;
-}
-
-// What follows from a checkpoint that all ranks have read.
-static void take_checkpoint(Model* model, const RunState* state) {
-    AdamW rounding = next_update(model, 0.0f);
-    rounding.t = (int)state->num_updates;
-    rounding.seed = (uint64_t)state->seed;
-    rounding.stochastic = state->stochastic && state->num_updates > 0;
-    model_take_master(model, (int)state->num_updates, rounding);
-}
-
-// llm.c's weights and moments, after `steps` updates; slots warm up.
-static void load_llmc(Model* model, const Resume* resume) {
-    size_t n = model->table.num_parameters;
-    init_slots(model); // a newer checkpoint that was damaged for another rank may have left its own
-    exchange_distribute(&model->exchange, model->master, resume->master, n);
-    exchange_distribute(&model->exchange, model->m, resume->m, n);
-    exchange_distribute(&model->exchange, model->v, resume->v, n);
+// What follows from the weights and moments that all ranks have just read. slots: of our checkpoint, NULL: llm.c's have
+// none, they warm up.
+static void take_checkpoint(Model* model, const Resume* resume, const ScaleSlot* slots) {
+    const RunState* state = &resume->state;
     AdamW rounding = next_update(model, 0.0f);
     rounding.t = resume->step;
-    model_take_master(model, resume->step, rounding);
-}
-
-// Where the data goes on, and what there is to say about it.
-static const char* resume_data(Run* run, const Resume* resume, const TrainConfig* train) {
-    if (!run->has_train) { return "no training data"; }
-    DataLoader* loader = &run->train_loader;
-    if (resume->config == NULL) {
-        DataPosition at;
-        int exact = llmc_data_position(&resume->llmc, loader, (int64_t)resume->step * train->grad_accum_steps, &at);
-        dataloader_seek(loader, at);
-        return exact ? "the next batch is the one that llm.c would have taken"
-                     : "not in llm.c's order: other files, batch, ranks or seed; as many batches are taken as done";
+    init_slots(model);
+    if (slots != NULL) {
+        load_slots(model->dev, model->slots, model->num_slots, model->recipe, state, slots);
+        rounding.t = (int)state->num_updates;
+        rounding.seed = (uint64_t)state->seed;
+        rounding.stochastic = state->stochastic && state->num_updates > 0;
+        model->exchange.mu = state->grad_mu;
     }
-    switch (run_state_seek(&resume->state, loader)) {
-    case DATA_SAME: return "the next batch follows the last one";
-    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, "
-                                "some of it comes twice and some not";
-    default:
-        if (train->rank == 0) {
-            warning("the training data are other files than before (-i): they are read from their beginning");
-        }
-        return "other files than before: from their beginning";
-    }
-}
-
-// All ranks have found the same to resume from: `found` is what resume_open has said.
-static void check_same_checkpoint(Comm* comm, const Resume* resume, int found) {
-    int64_t step = found ? resume->step : -1, low, high;
-    comm_host_min_max(comm, step, &low, &high);
-    check(low == high, "the ranks see different checkpoints: step %lld here, %lld to %lld elsewhere (-1: none); want "
-          "one folder that all share", (long long)step, (long long)low, (long long)high);
+    model_take_master(model, rounding.t, rounding);
 }
 
 // Go on from the checkpoint that `resume` has opened, or from one before it when it turns out to be damaged, on all
@@ -1698,35 +1344,27 @@ static void check_same_checkpoint(Comm* comm, const Resume* resume, int found) {
 static void resume_run(Run* run, Model* model, Resume* resume) {
     const TrainConfig* train = model->train;
     double start = seconds_now();
-    for (;;) {
-        char why[WHY_BYTES] = "another rank could not read it";
-        check(gpt_equal(&resume->gpt, &model->config), "'%s' holds another model than the newer checkpoints",
-              resume->candidates[resume->at].path);
-        int bad = resume->config != NULL &&
-                  load_checkpoint(model, &resume->state, resume->candidates[resume->at].path, why);
-        if (!max_over_ranks(model->comm, bad)) { break; }
-        int rank = comm_rank(model->comm), is_known = (int)max_over_ranks(model->comm, rank == 0 && bad);
-        if (bad && !is_known) { warning("rank %d: %s", rank, why); } // rank 0 did not see it
-        resume_reject(resume, why);
-        check_same_checkpoint(model->comm, resume, resume_open(resume));
-    }
+    StateArrays arrays = {model->master, model->m, model->v};
+    StateRanges ranges = state_ranges(model, 0);
+    ScaleSlot* slots = load_resumed(model->dev, model->comm, resume, &model->config, &arrays, &ranges);
+    take_checkpoint(model, resume, slots);
+    state_ranges_free(&ranges);
+    free(slots);
     const char* path = resume->candidates[resume->at].path;
     char changes[4096] = "";
     if (resume->config != NULL) {
-        take_checkpoint(model, &resume->state);
         config_changes(train, resume->config, changes, sizeof(changes));
         run->first_tokens = resume->state.tokens;
         run->loss_outliers = resume->state.loss_outliers;
         run->norm_outliers = resume->state.norm_outliers;
         run->skips_in_a_row = (int)resume->state.skips_in_a_row;
     } else {
-        load_llmc(model, resume);
         run->llmc_rng = resume->llmc.rng_state_last_update;
         run->first_tokens = (int64_t)resume->step * train->total_batch_tokens;
     }
     run->save.newest = resume->is_here ? resume->step : -1;
     run->first_step = run->steps_done = resume->step;
-    const char* data = resume_data(run, resume, train);
+    const char* data = resume_data(resume, run->has_train ? &run->train_loader : NULL, train);
     if (comm_rank(model->comm) == 0) {
         printf("resumed at step %d from %s%s in %.1f s\n  data: %s\n", resume->step, path,
                resume->config == NULL ? " (llm.c)" : "", seconds_now() - start, data);
@@ -1794,8 +1432,10 @@ static int reason_to_stop(const Run* run, const Model* model, double next_s) {
 // complete?
 static int save_last(Run* run, Model* model, int steps_done) {
     for (int tries = 0; tries < 2 && run->save.newest != steps_done; tries++) {
-        if (run->save.phase == SAVE_NONE || run->save.state.step != steps_done) { save_begin(run, model, steps_done); }
-        save_poll(run, model, 1);
+        if (run->save.phase == SAVE_NONE || run->save.state.step != steps_done) {
+            begin_checkpoint(run, model, steps_done);
+        }
+        save_poll(&run->save, 1);
     }
     return run->save.newest == steps_done;
 }
@@ -1873,13 +1513,13 @@ static int train_loop(Run* run, Model* model) {
             if (train->output_dir[0] != 0) { save_last(run, model, step + 1); }
             return EXIT_FAILURE;
         }
-        save_poll(run, model, 0);
-        if (save_is_due(run, train, step + 1)) { save_begin(run, model, step + 1); }
+        save_poll(&run->save, 0);
+        if (save_is_due(&run->save, step + 1, step + 1 == run->num_steps)) { begin_checkpoint(run, model, step + 1); }
         int looks = is_due(step + 1, train->val_every, 0) || is_due(step + 1, train->sample_every, 0);
         int reason = reason_to_stop(run, model, elapsed + (looks ? longest_look_s : 0.0));
         if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
     }
-    save_poll(run, model, 1);
+    save_poll(&run->save, 1);
     int is_saved = train->checkpoint_every == 0 || end == run->first_step || save_last(run, model, end);
     if (is_first_rank && !is_saved) {
         fflush(stdout);
@@ -1928,22 +1568,11 @@ static void set_matmul(Device* dev, const TrainConfig* train) {
     matmul_set_autotune(dev, autotune ? config_autotune_cache(train, path, sizeof(path)) : NULL);
 }
 
-// --output-dir is this process's alone while the descriptor returned is open. -1: no folder yet, or no locks there.
-static int lock_output(const TrainConfig* train) {
-    int lock = snapshot_lock(train->output_dir, 20);
-    const char* run = train->output_dir;
-    check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another "
-          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''; if its machine is dead and a "
-          "network's disk does not know it yet, remove '%s/lock'", run, run, run);
-    return lock;
-}
-
 #ifndef TESTING
 int main(int argc, char** argv) {
     Run run;
     memset(&run, 0, sizeof(run));
     run.started_s = seconds_now();
-    run.save.newest = run.save.retry_at = -1;
     TrainConfig train;
     GptConfig config;
     config_parse(&train, &config, argc, argv);
@@ -2004,6 +1633,7 @@ int main(int argc, char** argv) {
     if (train.dry_run) {
         if (rank == 0) { roofline_print(stdout, &chip, &config, &train); }
     } else {
+        save_open(&run.save, dev, comm, &run.logger, &train, state_ranges(&model, 1));
         if (resumes) {
             resume_run(&run, &model, &resume);
             resume_free(&resume); // 12 bytes per parameter and rank, if it was llm.c's
@@ -2013,12 +1643,12 @@ int main(int argc, char** argv) {
             }
             start_weights(&model, weights);
         }
-        if (train.checkpoint_every > 0) { save_prepare(&run.save, &model); }
+        if (train.checkpoint_every > 0) { save_prepare(&run.save); }
         if (writes && lock < 0) { lock = lock_output(&train); } // the folder is new
         if (train.output_dir[0] != 0) { stop_listen(train.checkpoint_every > 0); }
         status = train_loop(&run, &model);
         if (train.save_model[0] != 0 && status == EXIT_SUCCESS) { save_model(&model, train.save_model); }
-        save_free(&run.save, dev); // the export wants host memory, too
+        save_free(&run.save); // the export wants host memory, too
         if (train.export_llmc[0] != 0 && status == EXIT_SUCCESS) { export_llmc(&run, &model, run.steps_done); }
         want_weights(&model, config.num_layers); // nothing travels when the memory goes
         device_sync(dev);

@@ -468,13 +468,13 @@ static void* probe_open(const char* flags, const float* weights, const int* toke
     dataloader_open(&s->run.train_loader, s->shard, data);
     dataloader_open(&s->run.val_loader, s->shard, data);
     s->run.has_train = s->run.has_val = 1;
-    s->run.save.newest = s->run.save.retry_at = -1;
+    save_open(&s->run.save, s->dev, s->comm, &s->run.logger, &s->train, state_ranges(&s->model, 1));
     return s;
 }
 
 static void probe_close(void* session) {
     Session* s = (Session*)session;
-    save_free(&s->run.save, s->dev);
+    save_free(&s->run.save);
     dataloader_close(&s->run.train_loader);
     dataloader_close(&s->run.val_loader);
     unlink(s->shard);
@@ -547,8 +547,8 @@ static int probe_save(void* session, const char* folder) {
     Session* s = (Session*)session;
     s->train.output_dir = folder;
     int saved = quiet_begin();
-    save_begin(&s->run, &s->model, s->steps_done);
-    save_poll(&s->run, &s->model, 1);
+    begin_checkpoint(&s->run, &s->model, s->steps_done);
+    save_poll(&s->run.save, 1);
     quiet_end(saved);
     s->train.output_dir = "";
     return s->run.save.newest == s->steps_done;

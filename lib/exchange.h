@@ -355,26 +355,4 @@ static inline void exchange_collect(Exchange* x, float* values, const float* arr
     free(host);
 }
 
-// The inverse: array = this rank's part of values (num_parameters, host, on every rank).
-static inline void exchange_distribute(Exchange* x, float* array, const float* values, size_t num_parameters) {
-    if (!x->is_sharded) {
-        device_copy_in(x->dev, array, values, num_parameters * sizeof(float));
-        device_sync(x->dev);
-        return;
-    }
-    float* host = (float*)calloc_or_die(x->shards.shard, sizeof(float));
-    for (int b = 0; b < x->shards.num_buckets; b++) {
-        const Bucket* bucket = &x->shards.bucket[b];
-        for (int p = 0; p < bucket->num_pieces; p++) {
-            const Piece* piece = &bucket->piece[p];
-            SliceRange own = piece_owned(piece, x->rank);
-            memcpy(host + exchange_shard_at(bucket, piece), values + piece->offset + own.begin,
-                   (own.end - own.begin) * sizeof(float));
-        }
-    }
-    device_copy_in(x->dev, array, host, x->shards.shard * sizeof(float));
-    device_sync(x->dev);
-    free(host);
-}
-
 #endif

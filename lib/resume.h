@@ -1,6 +1,6 @@
 // Where a run goes on: finds the checkpoints that --resume (-y) means, newest first, and reads what is known of one
 // before the model exists: its shape and where the run stood. The weights come later, when there is a place for them
-// (train_gpt_fp8.cu); whatever turns out to be damaged, the one before is tried.
+// (load.h); whatever turns out to be damaged, the one before is tried.
 //
 //     Resume resume;
 //     resume_find(&resume, &train);           // errors: nothing to resume from in PATH; a run would be overwritten
@@ -131,6 +131,16 @@ static inline void resume_find(Resume* resume, const TrainConfig* train, int spe
     free(steps);
 }
 
+// --output-dir is this process's alone while the descriptor returned is open. -1: no folder yet, or no locks there.
+static inline int lock_output(const TrainConfig* train) {
+    int lock = snapshot_lock(train->output_dir, 20);
+    const char* run = train->output_dir;
+    check(lock >= 0 || errno != EWOULDBLOCK, "another process is writing to '%s': want it to end first, or another "
+          "folder (-o); to look at its checkpoints meanwhile: --resume '%s' -o ''; if its machine is dead and a "
+          "network's disk does not know it yet, remove '%s/lock'", run, run, run);
+    return lock;
+}
+
 // The head of our checkpoint. 0, or 1 with the reason in why (WHY_BYTES).
 static inline int resume_read_head(Resume* resume, const char* folder, char* why) {
     char path[SNAPSHOT_PATH];
@@ -138,8 +148,14 @@ static inline int resume_read_head(Resume* resume, const char* folder, char* why
     SnapshotIn in;
     if (snapshot_in_open(&in, path, why) != 0) { return 1; }
     RunState state;
+    memset(&state, 0, sizeof(state));
     int64_t length = snapshot_in_bytes(&in, "config");
-    int bad = snapshot_in_whole(&in, "run", &state, sizeof(state), why) || run_state_check(&state, path, why);
+    size_t bytes = snapshot_in_bytes(&in, "run") == RUN_STATE_1_BYTES ? (size_t)RUN_STATE_1_BYTES : sizeof(state);
+    int bad = snapshot_in_whole(&in, "run", &state, bytes, why);
+    if (!bad) {
+        run_state_upgrade(&state, bytes);
+        bad = run_state_check(&state, path, why);
+    }
     if (!bad && (length < 0 || length > 1 << 20)) {
         bad = refuse(why, "'%s' has settings of %lld bytes, want 0 to %d", path, (long long)length, 1 << 20);
     }
@@ -196,6 +212,28 @@ static inline int resume_open(Resume* resume) {
     check(0, "no checkpoint that is whole: %d tried, the last is '%s'", resume->num_candidates,
           resume->candidates[resume->num_candidates - 1].path);
     return 0;
+}
+
+// Put `loader` (NULL: none) where the data go on, and say where that is; the string is static.
+static inline const char* resume_data(const Resume* resume, DataLoader* loader, const TrainConfig* train) {
+    if (loader == NULL) { return "no training data"; }
+    if (resume->config == NULL) {
+        DataPosition at;
+        int exact = llmc_data_position(&resume->llmc, loader, (int64_t)resume->step * train->grad_accum_steps, &at);
+        dataloader_seek(loader, at);
+        return exact ? "the next batch is the one that llm.c would have taken"
+                     : "not in llm.c's order: other files, batch, ranks or seed; as many batches are taken as done";
+    }
+    switch (run_state_seek(&resume->state, loader)) {
+    case DATA_SAME: return "the next batch follows the last one";
+    case DATA_REORDERED: return "another micro-batch, number of ranks or seed: the epoch goes on in another order, "
+                                "some of it comes twice and some not";
+    default:
+        if (train->rank == 0) {
+            warning("the training data are other files than before (-i): they are read from their beginning");
+        }
+        return "other files than before: from their beginning";
+    }
 }
 
 static inline void resume_free(Resume* resume) {

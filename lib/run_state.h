@@ -10,7 +10,10 @@
 
 #include "check.h"
 
+#include <assert.h>
 #include <limits.h>
+#include <math.h>
+#include <stddef.h>
 
 #include "checkpoint.h"
 #include "config.h"
@@ -18,9 +21,9 @@
 #include "logger.h"
 #include "scaling.h"
 
-enum { RUN_STATE_VERSION = 1 };
+enum { RUN_STATE_VERSION = 2 };
 
-// Fixed-width members only, no padding: these bytes are the file.
+// Fixed-width members only, no padding: these bytes are the file. Version 1 ended with the detectors.
 typedef struct {
     int64_t version;
     int64_t step;        // steps done; the next one has this number
@@ -39,7 +42,30 @@ typedef struct {
     // the loop
     int64_t skips_in_a_row; // steps without an update that were not finite
     OutlierDetector loss_outliers, norm_outliers;
+    double grad_mu; // the automatic factor of --grad-reduce fp8-allreduce; 1 when it is not used
 } RunState;
+
+enum { RUN_STATE_1_BYTES = offsetof(RunState, grad_mu) }; // of version 1
+static_assert(sizeof(RunState) == RUN_STATE_1_BYTES + sizeof(double), "written as it lies in memory: no padding");
+
+// Bring a state that was read as `bytes`, with zeros behind them, to this version; run_state_check looks at the rest.
+static inline void run_state_upgrade(RunState* state, size_t bytes) {
+    if (state->version == 1 && bytes == RUN_STATE_1_BYTES) {
+        state->version = RUN_STATE_VERSION;
+        state->grad_mu = 1.0;
+    }
+}
+
+// The model's shape into `state`.
+static inline void run_state_set_shape(RunState* state, const GptConfig* gpt) {
+    state->max_seq_len = gpt->max_seq_len;
+    state->vocab_size = gpt->vocab_size;
+    state->padded_vocab_size = gpt->padded_vocab_size;
+    state->num_layers = gpt->num_layers;
+    state->num_heads = gpt->num_heads;
+    state->channels = gpt->channels;
+    state->num_parameters = (int64_t)gpt_num_parameters(gpt);
+}
 
 // The model's shape, of a state that run_state_check accepts.
 static inline GptConfig run_state_shape(const RunState* state) {
@@ -59,7 +85,7 @@ static inline int run_state_check(const RunState* state, const char* path, char*
     };
     const OutlierDetector* detectors[] = {&state->loss_outliers, &state->norm_outliers};
     if (state->version != RUN_STATE_VERSION) {
-        return refuse(why, "'%s' is a checkpoint of version %lld, want %d", path, (long long)state->version,
+        return refuse(why, "'%s' is a checkpoint of version %lld, want 1 to %d", path, (long long)state->version,
                  RUN_STATE_VERSION);
     }
     for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
@@ -78,6 +104,9 @@ static inline int run_state_check(const RunState* state, const char* path, char*
     if (state->amax_history > AMAX_HISTORY_MAX || state->slot_bytes != (int64_t)sizeof(ScaleSlot)) {
         return refuse(why, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
                  (long long)state->amax_history, (long long)state->slot_bytes, AMAX_HISTORY_MAX, sizeof(ScaleSlot));
+    }
+    if (!(state->grad_mu > 0.0 && isfinite(state->grad_mu))) {
+        return refuse(why, "'%s' is damaged: a factor of gradients of %g", path, state->grad_mu);
     }
     const int64_t* shape = &state->max_seq_len;
     for (int i = 0; i < 6; i++) {
@@ -106,6 +135,15 @@ static inline int64_t run_data_fingerprint(const DataLoader* loader) {
         hash = config_fnv1a(hash, name, strlen(name) + 1);
     }
     return (int64_t)(hash >> 1);
+}
+
+// Where the data stand into `state`: `loader` gave its last batch from before `at`.
+static inline void run_state_set_data(RunState* state, const DataLoader* loader, DataPosition at) {
+    state->window_tokens = dataloader_window_tokens(&loader->options);
+    state->data_epoch = (int64_t)at.epoch;
+    state->data_shard = (int64_t)at.shard;
+    state->data_window = (int64_t)at.window;
+    state->data_fingerprint = run_data_fingerprint(loader);
 }
 
 typedef enum {

@@ -2,7 +2,7 @@
 //
 //     RUN/step_00000020/      a committed checkpoint: whole, and synced before it got this name
 //         common.bin          container of rank 0: configuration, state of the run
-//         shard_00000.bin ..  container of every rank: its slice of the FP32 arrays, its FP8 slots
+//         shard_00000.bin ..  container of every rank: its part of the FP32 arrays, its FP8 slots
 //         model.bin           the weights as an llm.c model file (checkpoint.h)
 //     RUN/step_00000040.tmp/  a checkpoint that is being written or removed, or what a killed run left of one
 //     RUN/latest              text, "step_00000020\n": the checkpoint that was committed last
@@ -482,41 +482,58 @@ static inline int snapshot_in_whole(SnapshotIn* in, const char* name, void* to, 
            snapshot_in_end(in, why);
 }
 
-// Have the `bytes` at `offset` of the file `path` this XXH3 hash? For a rank's slice of model.bin. Returns 0, or 1 with
-// one line in why.
-static inline int snapshot_check_range(const char* path, uint64_t offset, uint64_t bytes, uint64_t hash, char* why) {
-    uint64_t file_bytes = 0;
+// A part of a file.
+typedef struct {
+    uint64_t offset, bytes;
+} SnapshotPart;
+
+// Have these parts of the file `path`, one behind the other, this XXH3 hash? For what a rank has written of model.bin.
+// Returns 0, or 1 with one line in why.
+static inline int snapshot_check_parts(const char* path, const SnapshotPart* parts, size_t num_parts, uint64_t hash,
+                                       char* why) {
+    uint64_t file_bytes = 0, sum = 0;
     int fd = snapshot_open_file(path, &file_bytes, why);
     if (fd < 0) {
         return 1;
     }
     int failed = 0;
-    if (offset > file_bytes || bytes > file_bytes - offset) {
-        failed = refuse(why, "'%s' is damaged: %llu bytes, want %llu at byte %llu", path,
-                              (unsigned long long)file_bytes, (unsigned long long)bytes, (unsigned long long)offset);
-    }
     void* buffer = malloc_or_die(SNAPSHOT_CHUNK);
     XXH3_state_t* state = XXH3_createState();
     check(state != NULL, "out of host memory for the hash of '%s'", path);
     XXH3_64bits_reset(state);
-    for (uint64_t done = 0; !failed && done < bytes;) {
-        size_t chunk = snapshot_chunk(bytes - done);
-        failed = snapshot_pread(fd, path, buffer, chunk, offset + done, why);
-        if (!failed) {
-            XXH3_64bits_update(state, buffer, chunk);
+    for (size_t i = 0; !failed && i < num_parts; i++) {
+        uint64_t offset = parts[i].offset, bytes = parts[i].bytes;
+        if (offset > file_bytes || bytes > file_bytes - offset) {
+            failed = refuse(why, "'%s' is damaged: %llu bytes, want %llu at byte %llu", path,
+                            (unsigned long long)file_bytes, (unsigned long long)bytes, (unsigned long long)offset);
         }
-        done += chunk;
+        for (uint64_t done = 0; !failed && done < bytes;) {
+            size_t chunk = snapshot_chunk(bytes - done);
+            failed = snapshot_pread(fd, path, buffer, chunk, offset + done, why);
+            if (!failed) {
+                XXH3_64bits_update(state, buffer, chunk);
+            }
+            done += chunk;
+        }
+        sum += bytes;
     }
     uint64_t found = XXH3_64bits_digest(state);
     if (!failed && found != hash) {
-        failed = refuse(why, "'%s' is damaged: hash of the %llu bytes at byte %llu %016llx, want %016llx", path,
-                              (unsigned long long)bytes, (unsigned long long)offset, (unsigned long long)found,
-                              (unsigned long long)hash);
+        failed = refuse(why, "'%s' is damaged: hash of the %llu bytes in %zu part%s from byte %llu on %016llx, want "
+                        "%016llx", path, (unsigned long long)sum, num_parts, num_parts == 1 ? "" : "s",
+                        (unsigned long long)(num_parts > 0 ? parts[0].offset : 0), (unsigned long long)found,
+                        (unsigned long long)hash);
     }
     XXH3_freeState(state);
     free(buffer);
     close(fd);
     return failed;
+}
+
+// The same for the `bytes` at `offset`.
+static inline int snapshot_check_range(const char* path, uint64_t offset, uint64_t bytes, uint64_t hash, char* why) {
+    SnapshotPart part = {offset, bytes};
+    return snapshot_check_parts(path, &part, 1, hash, why);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 // Writes checkpoints while training goes on: one thread per process that takes filled buffers, hashes them and writes
 // them to the rank's container file (snapshot.h), and the FP32 parameters among them, rounded to BF16, to model.bin.
 //
-//     caller     open, model, { begin, { take, copy to the host, append }, end }, close        ... poll, once a step
-//     thread                       wait for the copy, hash, write, free the buffer    ... fsync, result
+//     caller     open, ranges, model, { begin, { take, copy to the host, append }, end }, close  ... poll, once a step
+//     thread                               wait for the copy, hash, write, free the buffer  ... fsync, result
 //
 // Everything the caller asks for goes through one queue in order. Only snapshot_writer_take can block: when all buffers
 // are still being written. After a failure the thread goes on to free buffers, and does no more than that: a full disk
@@ -19,6 +19,7 @@
 #include "checkpoint.h"
 #include "clock.h"
 #include "snapshot.h"
+#include "state_ranges.h"
 
 // What became of a checkpoint's files of this process.
 typedef struct {
@@ -29,10 +30,10 @@ typedef struct {
     double blocked_s;         // of that, how long snapshot_writer_take made the caller wait
 } SnapshotResult;
 
-// The section "model" of a container: which part of model.bin this rank has written.
+// The section "model" of a container: what this rank has written of model.bin. Parameter i is at byte 1024 + 2 i.
 typedef struct {
-    uint64_t first, count; // parameters first .. first + count - 1, at byte 1024 + 2 * first
-    uint64_t hash;         // XXH3 of their bytes
+    uint64_t first, count; // the first parameter of the rank's first range, the number of those of all its ranges
+    uint64_t hash;         // XXH3 of their bytes, in the order of the ranges
     uint64_t header_hash;  // XXH3 of the first 1024 bytes; 0: another rank has written them
 } SnapshotModelSlice;
 
@@ -62,7 +63,8 @@ typedef struct SnapshotJob {
     size_t bytes;        // of data or of the buffer's content
     uint64_t file_bytes; // expected
     int buffer;
-    int64_t first; // number of the first parameter in the buffer; -1: no parameters
+    int64_t at;   // the buffer holds one of the rank's arrays from here on; -1: it holds bytes
+    int to_model; // and that is the parameters
 } SnapshotJob;
 
 typedef struct {
@@ -80,7 +82,10 @@ typedef struct {
     int is_closed;    // snapshot_writer_close was called
     int has_model;    //
     uint64_t model_bytes; // size of the model file
-    int64_t next_first;   // parameter that must come next; -1: any
+    StateRanges ranges;   // of the rank's arrays that are written; the thread reads them
+    size_t past_ranges;   // the parameter behind the last of them
+    size_t done_at;       // elements of the array that this section has, or that lie between its ranges
+    int has_array;        // this section has any
     double opened, blocked_s; // when, by seconds_now; for how long
     // shared, under the mutex
     pthread_mutex_t mutex;
@@ -150,34 +155,49 @@ static inline void snapshot_writer_put(SnapshotWriter* w, const void* data, size
     snapshot_writer_fail(w, w->out.error, w->out_path);
 }
 
-// Round n <= SNAPSHOT_CHUNK / 4 FP32 parameters to BF16 and put them behind those of the model file's slice.
-static inline void snapshot_writer_put_model(SnapshotWriter* w, const float* params, size_t n) {
+// Round the n <= SNAPSHOT_CHUNK / 4 FP32 parameters from number `first` on to BF16 and put them into the model file.
+static inline void snapshot_writer_put_model(SnapshotWriter* w, const float* params, size_t first, size_t n) {
     uint16_t* rounded = w->rounded;
     for (size_t i = 0; i < n; i++) {
         rounded[i] = bf16_bits_from_float(params[i]); // no branch is left of it: vector code
     }
     XXH3_64bits_update(w->slice_hash, rounded, n * sizeof(uint16_t));
-    uint64_t at = MODEL_FILE_HEADER_BYTES + (w->slice.first + w->slice.count) * sizeof(uint16_t);
+    uint64_t at = MODEL_FILE_HEADER_BYTES + first * sizeof(uint16_t);
     snapshot_writer_fail(w, snapshot_pwrite(w->model_fd, rounded, n * sizeof(uint16_t), at), w->model_path);
+    if (w->slice.count == 0) {
+        w->slice.first = first;
+    }
     w->slice.count += n;
     w->bytes += n * sizeof(uint16_t);
+}
+
+// `values` of a range, to the section and, if they are the parameters themselves, to the model file.
+static inline void snapshot_writer_put_range(SnapshotWriter* w, const float* values, StateRange range, int to_model) {
+    for (size_t done = 0; w->error == 0 && done < range.count;) {
+        size_t n = snapshot_chunk((range.count - done) * sizeof(float)) / sizeof(float);
+        snapshot_writer_put(w, values + done, n * sizeof(float));
+        if (to_model && w->model_fd >= 0 && w->error == 0) {
+            snapshot_writer_put_model(w, values + done, range.first + done, n);
+        }
+        done += n;
+    }
 }
 
 static inline void snapshot_writer_do_append(SnapshotWriter* w, const SnapshotJob* job) {
     // after a failure, too: the device may still be writing to it
     if (w->wait != NULL) { w->wait(w->context, job->buffer); }
-    int to_model = job->first >= 0 && w->model_fd >= 0;
-    if (to_model && w->slice.count == 0) {
-        w->slice.first = (uint64_t)job->first;
+    if (w->error != 0) {
+        return;
     }
-    for (size_t done = 0; w->error == 0 && done < job->bytes;) {
-        const char* from = (const char*)w->buffers[job->buffer] + done;
-        size_t chunk = snapshot_chunk(job->bytes - done);
-        snapshot_writer_put(w, from, chunk);
-        if (to_model && w->error == 0) {
-            snapshot_writer_put_model(w, (const float*)from, chunk / sizeof(float));
-        }
-        done += chunk;
+    if (job->at < 0) {
+        snapshot_writer_put(w, w->buffers[job->buffer], job->bytes);
+        return;
+    }
+    const float* values = (const float*)w->buffers[job->buffer];
+    size_t at = (size_t)job->at, end = at + job->bytes / sizeof(float);
+    for (int i = 0; i < w->ranges.num; i++) {
+        StateRange part = state_range_at(w->ranges.range[i], at, end);
+        if (part.count > 0) { snapshot_writer_put_range(w, values + (part.at - at), part, job->to_model); }
     }
 }
 
@@ -311,7 +331,7 @@ static inline SnapshotWriter* snapshot_writer_create(void** buffers, int num_buf
 
 // A new job at the end of the queue: name and data (bytes) are copied.
 static inline void snapshot_writer_push(SnapshotWriter* w, SnapshotJobKind kind, const char* name, const void* data,
-                                        size_t bytes, uint64_t file_bytes, int buffer, int64_t first) {
+                                        size_t bytes, uint64_t file_bytes, int buffer, int64_t at, int to_model) {
     check(w->is_busy && !w->is_closed, "the checkpoint writer was given work while no checkpoint is open");
     SnapshotJob* job = (SnapshotJob*)calloc_or_die(1, sizeof(SnapshotJob));
     job->kind = kind;
@@ -328,7 +348,8 @@ static inline void snapshot_writer_push(SnapshotWriter* w, SnapshotJobKind kind,
     job->bytes = bytes;
     job->file_bytes = file_bytes;
     job->buffer = buffer;
-    job->first = first;
+    job->at = at;
+    job->to_model = to_model;
     pthread_mutex_lock(&w->mutex);
     if (w->first_job == NULL) {
         w->first_job = job;
@@ -346,10 +367,22 @@ static inline void snapshot_writer_open(SnapshotWriter* w, const char* path, uin
     check(!w->is_busy, "a second checkpoint, '%s', was begun before the result of the first was asked for", path);
     w->is_busy = 1;
     w->is_closed = w->has_model = 0;
-    w->next_first = -1;
     w->blocked_s = 0.0;
     w->opened = seconds_now();
-    snapshot_writer_push(w, SNAPSHOT_JOB_OPEN, path, NULL, 0, expected_bytes, -1, -1);
+    state_ranges_free(&w->ranges);
+    snapshot_writer_push(w, SNAPSHOT_JOB_OPEN, path, NULL, 0, expected_bytes, -1, -1, 0);
+}
+
+// Which ranges of the rank's arrays this checkpoint holds (copied). Once, before the first of them is appended.
+static inline void snapshot_writer_ranges(SnapshotWriter* w, const StateRanges* ranges) {
+    check(w->is_busy && !w->is_closed && w->ranges.num == 0,
+          "ranges of a checkpoint's arrays were told to its writer, want them once, after it was opened");
+    w->ranges = state_ranges_copy(ranges);
+    w->past_ranges = 0;
+    for (int i = 0; i < ranges->num; i++) {
+        size_t past = ranges->range[i].first + ranges->range[i].count;
+        w->past_ranges = past > w->past_ranges ? past : w->past_ranges;
+    }
 }
 
 // Write an llm.c BF16 model file of file_bytes, too: `header` its 1024 bytes, or NULL when another rank writes them.
@@ -357,12 +390,14 @@ static inline void snapshot_writer_model(SnapshotWriter* w, const char* path, co
     w->has_model = 1;
     w->model_bytes = file_bytes;
     snapshot_writer_push(w, SNAPSHOT_JOB_MODEL, path, header, header != NULL ? MODEL_FILE_HEADER_BYTES : 0, file_bytes,
-                         -1, -1);
+                         -1, -1, 0);
 }
 
 // Begin the section `name` (snapshot_out_begin).
 static inline void snapshot_writer_begin(SnapshotWriter* w, const char* section) {
-    snapshot_writer_push(w, SNAPSHOT_JOB_BEGIN, section, NULL, 0, 0, -1, -1);
+    w->done_at = 0;
+    w->has_array = 0;
+    snapshot_writer_push(w, SNAPSHOT_JOB_BEGIN, section, NULL, 0, 0, -1, -1, 0);
 }
 
 // The index of a free buffer, which is the caller's until it is appended. Waits when none is free.
@@ -386,40 +421,49 @@ static inline int snapshot_writer_take(SnapshotWriter* w) {
     return buffer;
 }
 
-// Hand over a buffer whose first `bytes` are (or, once `wait` returns, will be) the section's next. first >= 0: these
-// are the FP32 parameters number first, first + 1, ..., which go to the model file as well, rounded to nearest even;
-// those of one checkpoint follow each other without a gap. Without a model file `first` means nothing.
-static inline void snapshot_writer_append(SnapshotWriter* w, int buffer, size_t bytes, int64_t first) {
+static inline void snapshot_writer_hand_over(SnapshotWriter* w, int buffer, size_t bytes, int64_t at, int to_model) {
     check(buffer >= 0 && buffer < w->num_buffers && w->is_held[buffer],
           "buffer %d was appended to a checkpoint, want one that snapshot_writer_take has given", buffer);
     check(bytes <= w->buffer_bytes, "%zu bytes were appended to a checkpoint, want at most the buffer's %zu", bytes,
           w->buffer_bytes);
-    if (first >= 0 && w->has_model) {
-        check(bytes % sizeof(float) == 0, "%zu bytes of FP32 parameters, want a multiple of 4", bytes);
-        check(w->next_first < 0 || first == w->next_first, "parameters from %lld on for the model file, want from %lld",
-              (long long)first, (long long)w->next_first);
-        w->next_first = first + (int64_t)(bytes / sizeof(float));
-        check(MODEL_FILE_HEADER_BYTES + 2 * (uint64_t)w->next_first <= w->model_bytes,
-              "parameters up to %lld for a model file of %llu bytes", (long long)w->next_first,
-              (unsigned long long)w->model_bytes);
-    }
     w->is_held[buffer] = 0;
     w->num_held--;
-    snapshot_writer_push(w, SNAPSHOT_JOB_APPEND, NULL, NULL, bytes, 0, buffer, first);
+    snapshot_writer_push(w, SNAPSHOT_JOB_APPEND, NULL, NULL, bytes, 0, buffer, at, to_model);
+}
+
+// Hand over a buffer whose first `bytes` are (or, once `wait` returns, will be) the section's next.
+static inline void snapshot_writer_append(SnapshotWriter* w, int buffer, size_t bytes) {
+    snapshot_writer_hand_over(w, buffer, bytes, -1, 0);
+}
+
+// Hand over a buffer that holds (or will hold) elements [at, at + count) of one of the rank's FP32 arrays. Those in its
+// ranges are the section's next, what lies between is left out; in ascending order, and all of them before the
+// section's end. to_model: they are the parameters, which go to the model file as well, each to its place, rounded to
+// nearest even. Without a model file that means nothing.
+static inline void snapshot_writer_append_array(SnapshotWriter* w, int buffer, size_t at, size_t count, int to_model) {
+    check(at >= w->done_at && state_ranges_count_at(&w->ranges, w->done_at, at) == 0,
+          "elements of a checkpoint's array from %zu on, want them from %zu on", at, w->done_at);
+    check(!to_model || !w->has_model || MODEL_FILE_HEADER_BYTES + 2 * (uint64_t)w->past_ranges <= w->model_bytes,
+          "parameters up to %zu for a model file of %llu bytes", w->past_ranges, (unsigned long long)w->model_bytes);
+    w->done_at = at + count;
+    w->has_array = 1;
+    snapshot_writer_hand_over(w, buffer, count * sizeof(float), (int64_t)at, to_model);
 }
 
 // Append a few bytes, which are copied.
 static inline void snapshot_writer_append_copy(SnapshotWriter* w, const void* data, size_t bytes) {
-    snapshot_writer_push(w, SNAPSHOT_JOB_APPEND_COPY, NULL, data, bytes, 0, -1, -1);
+    snapshot_writer_push(w, SNAPSHOT_JOB_APPEND_COPY, NULL, data, bytes, 0, -1, -1, 0);
 }
 
 static inline void snapshot_writer_end(SnapshotWriter* w) {
-    snapshot_writer_push(w, SNAPSHOT_JOB_END, NULL, NULL, 0, 0, -1, -1);
+    size_t missing = w->has_array ? state_ranges_count_at(&w->ranges, w->done_at, SIZE_MAX) : 0;
+    check(missing == 0, "a section of a checkpoint ends %zu elements before its array does", missing);
+    snapshot_writer_push(w, SNAPSHOT_JOB_END, NULL, NULL, 0, 0, -1, -1, 0);
 }
 
 // The checkpoint is complete. With a model file the container gets one more section, "model" (SnapshotModelSlice).
 static inline void snapshot_writer_close(SnapshotWriter* w) {
-    snapshot_writer_push(w, SNAPSHOT_JOB_CLOSE, NULL, NULL, 0, 0, -1, -1);
+    snapshot_writer_push(w, SNAPSHOT_JOB_CLOSE, NULL, NULL, 0, 0, -1, -1, 0);
     w->is_closed = 1;
 }
 
@@ -432,7 +476,7 @@ static inline void snapshot_writer_call(SnapshotWriter* w, int (*work)(void* arg
     w->is_closed = 0;
     w->blocked_s = 0.0;
     w->opened = seconds_now();
-    snapshot_writer_push(w, SNAPSHOT_JOB_CALL, NULL, &call, sizeof(call), 0, -1, -1);
+    snapshot_writer_push(w, SNAPSHOT_JOB_CALL, NULL, &call, sizeof(call), 0, -1, -1, 0);
     w->is_closed = 1;
 }
 
@@ -478,7 +522,7 @@ static inline void snapshot_writer_free(SnapshotWriter* w) {
         return;
     }
     if (w->is_busy && !w->is_closed) {
-        snapshot_writer_push(w, SNAPSHOT_JOB_CANCEL, NULL, NULL, 0, 0, -1, -1);
+        snapshot_writer_push(w, SNAPSHOT_JOB_CANCEL, NULL, NULL, 0, 0, -1, -1, 0);
         snapshot_writer_close(w);
     }
     pthread_mutex_lock(&w->mutex);
@@ -491,6 +535,7 @@ static inline void snapshot_writer_free(SnapshotWriter* w) {
     pthread_cond_destroy(&w->result_came);
     pthread_mutex_destroy(&w->mutex);
     XXH3_freeState(w->slice_hash);
+    state_ranges_free(&w->ranges);
     free(w->rounded);
     free(w->free_buffers);
     free(w->is_held);

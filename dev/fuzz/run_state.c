@@ -36,6 +36,7 @@ static RunState run_state_good(const DataLoader* loader) {
     state.slot_bytes = (int64_t)sizeof(ScaleSlot);
     state.amax_history = 16;
     state.headroom = 1.0;
+    state.grad_mu = 1.0;
     return state;
 }
 
@@ -62,11 +63,12 @@ static void run_state_head(FuzzInput in, int is_damaged) {
     dataloader_open(&loader, fuzz_path("data_?.bin"), options);
     RunState state = run_state_good(&loader);
     run_state_change(&in, &state, sizeof(state), 8);
+    size_t bytes = state.version == 1 ? (size_t)RUN_STATE_1_BYTES : sizeof(state);
 
     SnapshotOut out;
     fuzz_want(snapshot_out_open(&out, fuzz_path("common.bin"), 0) == 0, "cannot write common.bin");
     snapshot_out_begin(&out, "run");
-    snapshot_out_append(&out, &state, sizeof(state));
+    snapshot_out_append(&out, &state, bytes);
     snapshot_out_end(&out);
     snapshot_out_begin(&out, "config");
     snapshot_out_append(&out, in.bytes, in.size);
@@ -93,6 +95,8 @@ static void run_state_head(FuzzInput in, int is_damaged) {
         return;
     }
     fuzz_want(!is_damaged, "bit %u was flipped and nothing said", bit);
+    fuzz_want(resume.state.version == RUN_STATE_VERSION && resume.state.grad_mu > 0.0, "version %lld, a factor of %g",
+              (long long)resume.state.version, resume.state.grad_mu);
     fuzz_want(gpt_refuse(&resume.gpt, "", why, sizeof(why)) == 0 && resume.step >= 0, "step %d: %s", resume.step, why);
     TrainConfig train;
     GptConfig gpt;
@@ -218,6 +222,14 @@ static void run_state_seeds(void) {
         counts[1]++;
         memcpy(change + 4, counts, 8);
         fuzz_seed(FUZZ_REFUSED, change, sizeof(change), "", 0);
+    }
+    uint8_t version[12] = {0, 1, 0, 0, 1}; // version 1, as long as it was
+    fuzz_seed(FUZZ_TAKEN, version, sizeof(version), "", 0);
+    static const double factors[] = {0.5, NAN, INFINITY, 0.0, -1.0};
+    for (size_t i = 0; i < sizeof(factors) / sizeof(factors[0]); i++) {
+        uint8_t change[12] = {0, 1, (uint8_t)(RUN_STATE_1_BYTES / 4), (uint8_t)(RUN_STATE_1_BYTES / 4 >> 8)};
+        memcpy(change + 4, &factors[i], 8);
+        fuzz_seed(i == 0 ? FUZZ_TAKEN : FUZZ_REFUSED, change, sizeof(change), "", 0);
     }
     for (uint32_t place = 0; place < 3 * 4096; place += 97) { // header, run and config, 4,096 bytes each
         uint32_t bit = place * 8 + place % 8;

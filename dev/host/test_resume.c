@@ -33,18 +33,20 @@ static RunState a_state(int step) {
     s.window_tokens = 512;
     s.slot_bytes = sizeof(ScaleSlot);
     s.amax_history = 1024;
+    s.grad_mu = 1.0;
     return s;
 }
 
 // RUN/step_%08d/common.bin with `state`.
 static void write_checkpoint(const char* run, int step, RunState state, const char* config) {
+    size_t bytes = state.version == 1 ? (size_t)RUN_STATE_1_BYTES : sizeof(state);
     check(snapshot_begin(run, step) == 0, "snapshot_begin");
     char path[SNAPSHOT_PATH];
     snapshot_tmp_path(path, sizeof(path), run, step, "common.bin");
     SnapshotOut out;
     check(snapshot_out_open(&out, path, 0) == 0, "snapshot_out_open");
     snapshot_out_begin(&out, "run");
-    snapshot_out_append(&out, &state, sizeof(state));
+    snapshot_out_append(&out, &state, bytes);
     snapshot_out_end(&out);
     snapshot_out_begin(&out, "config");
     snapshot_out_append(&out, config, strlen(config));
@@ -172,10 +174,10 @@ static void test_impossible_states(void) {
     char why[WHY_BYTES];
     RunState good = a_state(3);
     expect(run_state_check(&good, "x", why) == 0, "%s", why);
-    for (int what = 0; what < 19; what++) {
+    for (int what = 0; what < 23; what++) {
         RunState s = good;
         switch (what) {
-        case 0: s.version = 2; break;
+        case 0: s.version = 3; break;
         case 1: s.step = -1; break;
         case 2: s.num_updates = 4; break;
         case 3: s.num_ranks = 0; break;
@@ -194,9 +196,49 @@ static void test_impossible_states(void) {
         case 16: s.vocab_size = 0; break;
         case 17: s.num_slots = 25; break;
         case 18: s.num_parameters++; break;
+        case 19: s.version = 1; break; // is upgraded when it is read, see below
+        case 20: s.grad_mu = 0.0; break;
+        case 21: s.grad_mu = INFINITY; break;
+        case 22: s.grad_mu = NAN; break;
         }
         why[0] = 0;
         expect(run_state_check(&s, "the file", why) == 1 && strstr(why, "the file") != NULL, "case %d: '%s'", what, why);
+    }
+}
+
+// A state of version 1 ends before the factor of gradients; no other version does, and version 1 has nothing behind it.
+static void test_version_1(void) {
+    const char* run = in_folder("version_1");
+    RunState s = a_state(7);
+    s.version = 1;
+    s.norm_outliers.next = 3;
+    s.grad_mu = 0.25; // not written
+    write_checkpoint(run, 7, s, "a=b\n");
+    Resume resume;
+    TrainConfig train = settings(run, "1");
+    resume_find(&resume, &train, 1);
+    expect(resume_open(&resume) && resume.step == 7 && resume.state.version == RUN_STATE_VERSION &&
+           resume.state.grad_mu == 1.0 && resume.state.norm_outliers.next == 3, "step %d, version %lld, factor %g",
+           resume.step, (long long)resume.state.version, resume.state.grad_mu);
+    resume_free(&resume);
+    s = a_state(8);
+    s.grad_mu = 0.125;
+    write_checkpoint(run, 8, s, "");
+    resume_find(&resume, &train, 1);
+    expect(resume_open(&resume) && resume.step == 8 && resume.state.grad_mu == 0.125, "step %d, factor %g", resume.step,
+           resume.state.grad_mu);
+    resume_free(&resume);
+    for (int version = 0; version <= 3; version++) {
+        for (int is_short = 0; is_short < 2; is_short++) {
+            RunState read = a_state(9);
+            char why[WHY_BYTES];
+            read.version = version;
+            read.grad_mu = is_short ? 0.0 : 1.0;
+            run_state_upgrade(&read, is_short ? (size_t)RUN_STATE_1_BYTES : sizeof(read));
+            int good = is_short ? version == 1 : version == RUN_STATE_VERSION;
+            expect(run_state_check(&read, "x", why) == !good, "version %d, %s: %s", version, is_short ? "short" : "long",
+                   good ? why : "not refused");
+        }
     }
 }
 
@@ -273,6 +315,7 @@ int main(void) {
     unit_run(test_falls_back);
     unit_run(test_went_back);
     unit_run(test_impossible_states);
+    unit_run(test_version_1);
     unit_run(test_data);
     shell("rm -rf %s%s", folder, "");
     return unit_report();

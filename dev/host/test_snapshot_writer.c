@@ -50,8 +50,9 @@ static SnapshotWriter* device_writer(Device* device, int microseconds) {
     return snapshot_writer_create(buffers, NUM_BUFFERS, BUFFER_BYTES, device_wait, device);
 }
 
-// Send `bytes` of `data` through the buffers, `piece` at a time. Returns the number of pieces.
-static int send_data(SnapshotWriter* w, Device* device, const void* data, size_t bytes, size_t piece, int64_t first) {
+// Send `bytes` of `data` through the buffers, `piece` at a time; at >= 0: they are elements of an array of parameters
+// from there on. Returns the number of pieces.
+static int send_data(SnapshotWriter* w, Device* device, const void* data, size_t bytes, size_t piece, int64_t at) {
     int num_pieces = 0;
     for (size_t done = 0; done < bytes; num_pieces++) {
         size_t n = bytes - done < piece ? bytes - done : piece;
@@ -59,10 +60,21 @@ static int send_data(SnapshotWriter* w, Device* device, const void* data, size_t
         memset(device->buffer[i], 0xEE, BUFFER_BYTES); // the buffer is ours: what was in it has been written
         device->from[i] = (const char*)data + done;
         device->bytes[i] = n;
-        snapshot_writer_append(w, i, n, first < 0 ? -1 : first + (int64_t)(done / sizeof(float)));
+        if (at < 0) {
+            snapshot_writer_append(w, i, n);
+        } else {
+            snapshot_writer_append_array(w, i, (size_t)at + done / sizeof(float), n / sizeof(float), 1);
+        }
         done += n;
     }
     return num_pieces;
+}
+
+// Parameters [first, first + count) at [at, at + count), all that there is.
+static void one_range(SnapshotWriter* w, size_t first, size_t count, size_t at) {
+    StateRange range = {first, count, at};
+    StateRanges ranges = {&range, 1, count};
+    snapshot_writer_ranges(w, &ranges);
 }
 
 static void expect_section(const char* path, const char* name, const void* data, size_t bytes) {
@@ -96,6 +108,7 @@ static void test_more_data_than_buffers(void) {
     SnapshotResult result;
     expect(!snapshot_writer_is_busy(w) && snapshot_writer_poll(w, &result) == 0, "nothing to do yet");
     snapshot_writer_open(w, at("a.bin"), 1 << 20);
+    one_range(w, 100, 9000 / sizeof(float), 5);
     expect(snapshot_writer_is_busy(w) && snapshot_writer_poll(w, &result) == 0, "busy, not finished");
     snapshot_writer_begin(w, "big");
     int num_pieces = send_data(w, &device, data, N, BUFFER_BYTES, -1);
@@ -104,7 +117,7 @@ static void test_more_data_than_buffers(void) {
     int local = 4711;
     snapshot_writer_append_copy(w, &local, sizeof(local));
     local = 0;                                                    // it was copied
-    num_pieces += send_data(w, &device, data + 1, 9000, 1000, 5); // a number of a parameter, but no model file
+    num_pieces += send_data(w, &device, data + 1, 9000, 1000, 5); // parameters, but no model file
     snapshot_writer_append_copy(w, data, 3);
     snapshot_writer_end(w);
     snapshot_writer_close(w);
@@ -179,26 +192,50 @@ static void test_model_file(void) {
     fclose(f);
     uint64_t file_bytes = (uint64_t)file_size_or_die(at("want.bin"));
 
-    // three ranks at once, with slices of unlike sizes; the one in the middle has the header
+    // three ranks at once: the first has one range, which ends in the middle of a buffer; the others have the rest by
+    // turns, backwards, with padding of unlike lengths in their arrays; the one in the middle has the header
     enum { RANKS = 3 };
     static Device device[RANKS];
-    size_t cut[RANKS + 1] = {0, 777, n - 5000, n};
+    StateRanges ranges[RANKS];
+    float *array[RANKS], *values[RANKS]; // with the padding and without
+    memset(ranges, 0, sizeof(ranges));
+    state_ranges_add(&ranges[0], 0, 777, 0);
+    for (size_t end = n, i = 0; end > 777; i++) {
+        size_t first = end > 777 + 1499 + 97 * i ? end - 1499 - 97 * i : 777;
+        StateRanges* own = &ranges[1 + i % 2];
+        size_t at = own->num > 0 ? own->range[own->num - 1].at + own->range[own->num - 1].count + 31 * i % 256 : 7;
+        state_ranges_add(own, first, end - first, at);
+        end = first;
+    }
     SnapshotWriter* w[RANKS];
     for (int r = 0; r < RANKS; r++) {
+        StateRange last = ranges[r].range[ranges[r].num - 1];
+        expect(r == 0 || ranges[r].num > 3, "rank %d has %d ranges: too few for a test", r, ranges[r].num);
+        array[r] = (float*)malloc_or_die((last.at + last.count) * sizeof(float));
+        values[r] = (float*)malloc_or_die(ranges[r].count * sizeof(float));
+        memset(array[r], 0xEE, (last.at + last.count) * sizeof(float));
+        size_t done = 0;
+        for (int i = 0; i < ranges[r].num; i++) {
+            StateRange range = ranges[r].range[i];
+            memcpy(array[r] + range.at, params + range.first, range.count * sizeof(float));
+            memcpy(values[r] + done, params + range.first, range.count * sizeof(float));
+            done += range.count;
+        }
         char name[32];
         snprintf(name, sizeof(name), "shard_%05d.bin", r);
         w[r] = device_writer(&device[r], 50);
         snapshot_writer_open(w[r], at(name), 0);
+        snapshot_writer_ranges(w[r], &ranges[r]);
         snapshot_writer_model(w[r], at("model.bin"), r == 1 ? header : NULL, file_bytes);
         snapshot_writer_begin(w[r], "before");
         snapshot_writer_append_copy(w[r], "x", 1);
         snapshot_writer_end(w[r]);
         snapshot_writer_begin(w[r], "master");
     }
-    for (int r = 0; r < RANKS; r++) { // the last piece of one is as short as may be
-        size_t count = cut[r + 1] - cut[r];
-        send_data(w[r], &device[r], params + cut[r], count * sizeof(float), r == 2 ? BUFFER_BYTES : 4 * 599,
-                  (int64_t)cut[r]);
+    for (int r = 0; r < RANKS; r++) { // pieces end within ranges and within padding
+        size_t from = ranges[r].range[0].at, count = state_ranges_span(&ranges[r]);
+        send_data(w[r], &device[r], array[r] + from, count * sizeof(float), r == 2 ? BUFFER_BYTES : 4 * 599,
+                  (int64_t)from);
     }
     for (int r = 0; r < RANKS; r++) {
         snapshot_writer_end(w[r]);
@@ -214,25 +251,38 @@ static void test_model_file(void) {
         SnapshotResult result;
         snapshot_writer_wait(w[r], &result);
         snapshot_writer_free(w[r]);
-        size_t count = cut[r + 1] - cut[r];
-        uint64_t want_bytes = (uint64_t)file_size_or_die(at(name)) + 2 * count + (r == 1 ? 1024 : 0);
+        uint64_t want_bytes = (uint64_t)file_size_or_die(at(name)) + 2 * ranges[r].count + (r == 1 ? 1024 : 0);
         expect(result.error == 0 && result.bytes == want_bytes, "rank %d: error %d, %llu bytes, want %llu", r,
                result.error, (unsigned long long)result.bytes, (unsigned long long)want_bytes);
-        expect_section(at(name), "master", params + cut[r], count * sizeof(float));
+        expect_section(at(name), "master", values[r], ranges[r].count * sizeof(float));
         expect_section(at(name), "m", params, 40000);
         SnapshotIn in;
         SnapshotModelSlice slice;
         check(snapshot_in_open(&in, at(name), why) == 0, "%s", why);
         check(snapshot_in_whole(&in, "model", &slice, sizeof(slice), why) == 0, "%s", why);
         snapshot_in_close(&in);
-        expect(slice.first == cut[r] && slice.count == count, "rank %d: parameters %llu + %llu", r,
-               (unsigned long long)slice.first, (unsigned long long)slice.count);
-        expect(snapshot_check_range(at("model.bin"), 1024 + 2 * slice.first, 2 * slice.count, slice.hash, why) == 0,
-               "%s", why);
-        expect(snapshot_check_range(at("want.bin"), 1024 + 2 * slice.first, 2 * slice.count, slice.hash, why) == 0,
-               "%s", why);
+        expect(slice.first == ranges[r].range[0].first && slice.count == ranges[r].count,
+               "rank %d: %llu parameters, the first is %llu", r, (unsigned long long)slice.count,
+               (unsigned long long)slice.first);
+        size_t num = (size_t)ranges[r].num;
+        SnapshotPart* parts = (SnapshotPart*)malloc_or_die(num * sizeof(SnapshotPart));
+        for (size_t i = 0; i < num; i++) {
+            parts[i].offset = 1024 + 2 * ranges[r].range[i].first;
+            parts[i].bytes = 2 * ranges[r].range[i].count;
+        }
+        expect(snapshot_check_parts(at("model.bin"), parts, num, slice.hash, why) == 0, "%s", why);
+        expect(snapshot_check_parts(at("want.bin"), parts, num, slice.hash, why) == 0, "%s", why);
+        expect(num == 1 || snapshot_check_parts(at("want.bin"), parts, num - 1, slice.hash, why) == 1, "one too few");
+        SnapshotPart part = parts[0];
+        parts[0] = parts[num - 1];
+        parts[num - 1] = part;
+        expect(num == 1 || snapshot_check_parts(at("want.bin"), parts, num, slice.hash, why) == 1, "in another order");
         expect(slice.header_hash == (r == 1 ? XXH3_64bits(header, sizeof(header)) : 0), "rank %d: hash of the header",
                r);
+        free(parts);
+        free(array[r]);
+        free(values[r]);
+        state_ranges_free(&ranges[r]);
     }
     snprintf(command, sizeof(command), "cmp %s %s", at("model.bin"), at("want.bin"));
     expect(system(command) == 0, "the model file is not the one that checkpoint_write_model makes");
@@ -247,6 +297,7 @@ static SnapshotResult one_checkpoint(SnapshotWriter* w, Device* device, const ch
                                      const void* data, size_t bytes) {
     static const char header[MODEL_FILE_HEADER_BYTES] = {1};
     snapshot_writer_open(w, path, 0);
+    one_range(w, 0, bytes / sizeof(float), 0);
     if (model_path != NULL) {
         snapshot_writer_model(w, model_path, header, MODEL_FILE_HEADER_BYTES + bytes / 2);
     }
@@ -324,6 +375,7 @@ static void test_errors(void) {
     expect(result.error == EINVAL && !exists("a3.bin"), "one section twice: error %d", result.error);
     // not closed: nothing of it stays
     snapshot_writer_open(w, at("a4.bin"), 0);
+    one_range(w, 0, N / sizeof(float), 0);
     snapshot_writer_model(w, at("m4.bin"), NULL, 1024 + N / 2);
     snapshot_writer_begin(w, "data");
     send_data(w, &device, data, N, BUFFER_BYTES, 0);
@@ -391,7 +443,7 @@ static void misuse(void* which) {
         break;
     case 2:
         snapshot_writer_open(w, at("x.bin"), 0);
-        snapshot_writer_append(w, 0, 4, -1);
+        snapshot_writer_append(w, 0, 4);
         break;
     case 3:
         for (int i = 0; i <= NUM_BUFFERS; i++) {
@@ -399,25 +451,35 @@ static void misuse(void* which) {
         }
         break;
     default: {
+        int what = (int)(intptr_t)which;
+        size_t model_bytes = 1024 + 2 * (what == 8 ? 3009 : 3010); // ranges end at parameter 3010
+        StateRange range[] = {{10, 2000, 0}, {2010, 1000, 2100}};
+        StateRanges ranges = {range, 2, 3000};
         snapshot_writer_open(w, at("x.bin"), 0);
-        snapshot_writer_model(w, at("z.bin"), NULL, 1024 + 2 * 3000);
+        snapshot_writer_ranges(w, &ranges);
+        if (what == 9) { snapshot_writer_ranges(w, &ranges); }
+        snapshot_writer_model(w, at("z.bin"), NULL, model_bytes);
         snapshot_writer_begin(w, "master");
         for (int i = 0; i < NUM_BUFFERS; i++) {
             device.from[i] = device.buffer[i];
         }
         int first = snapshot_writer_take(w), second = snapshot_writer_take(w);
-        size_t bytes = (int)(intptr_t)which == 4 ? BUFFER_BYTES + 4 : (int)(intptr_t)which == 5 ? 6 : BUFFER_BYTES;
-        snapshot_writer_append(w, first, bytes, 0);
-        snapshot_writer_append(w, second, BUFFER_BYTES, (int)(intptr_t)which == 6 ? 2047 : 2048);
+        snapshot_writer_append_array(w, first, 0, what == 4 ? BUFFER_BYTES / 4 + 1 : what == 7 ? 1999 : 2048, 1);
+        size_t at_second = what == 6 ? 2047 : what == 10 ? 2101 : 2100;
+        if (what != 5) { snapshot_writer_append_array(w, second, at_second, 1000, 1); }
+        snapshot_writer_end(w);
         break;
     }
     }
 }
 
 static void test_misuse(void) {
-    static const char* const what[] = {
-        "no checkpoint is open",     "before the result of the first", "want one that", "all 3 buffers",
-        "at most the buffer's 8192", "6 bytes of FP32 parameters",     "from 2047 on",  "parameters up to 4096"};
+    static const char* const what[] = {"no checkpoint is open",     "before the result of the first",
+                                       "want one that",             "all 3 buffers",
+                                       "at most the buffer's 8192", "ends 1000 elements before",
+                                       "from 2047 on",              "from 2100 on, want them from 1999 on",
+                                       "parameters up to 3010",     "want them once",
+                                       "from 2101 on"};
     for (size_t i = 0; i < sizeof(what) / sizeof(what[0]); i++) {
         expect_dies(misuse, (void*)(intptr_t)i, what[i]);
     }
@@ -467,7 +529,7 @@ static void test_no_wait(void) {
     snapshot_writer_begin(w, "x");
     for (int i = 0; i < 5; i++) {
         memset(buffers[snapshot_writer_take(w)], 'a' + i, 1000);
-        snapshot_writer_append(w, 0, 1000, -1);
+        snapshot_writer_append(w, 0, 1000);
     }
     snapshot_writer_end(w);
     snapshot_writer_close(w);
@@ -482,6 +544,41 @@ static void test_no_wait(void) {
     snapshot_writer_free(w);
 }
 
+// A buffer of several of the pieces in which the thread hashes and writes.
+static void test_large_buffer(void) {
+    static const GptConfig wide = {8, 6000, 6016, 1, 2, 96};
+    size_t n = gpt_num_parameters(&wide);
+    float* params = (float*)malloc_or_die(n * sizeof(float));
+    for (size_t i = 0; i < n; i++) {
+        params[i] = (float)i + 1.0f;
+    }
+    checkpoint_write_model(at("wide_want.bin"), &wide, params, MODEL_FILE_BF16);
+    ModelFileHeader header = checkpoint_header(&wide, MODEL_FILE_BF16);
+    void* buffers[] = {malloc_or_die(n * sizeof(float))};
+    memcpy(buffers[0], params, n * sizeof(float));
+    SnapshotWriter* w = snapshot_writer_create(buffers, 1, n * sizeof(float), NULL, NULL);
+    StateRange range[] = {{0, 10, 0}, {10, n - 10, 10}};
+    StateRanges ranges = {range, 2, n};
+    expect(2 * SNAPSHOT_CHUNK < n * sizeof(float), "%zu parameters are too few for a test", n);
+    snapshot_writer_open(w, at("wide.bin"), 0);
+    snapshot_writer_ranges(w, &ranges);
+    snapshot_writer_model(w, at("wide_model.bin"), &header, (uint64_t)file_size_or_die(at("wide_want.bin")));
+    snapshot_writer_begin(w, "master");
+    snapshot_writer_append_array(w, snapshot_writer_take(w), 0, n, 1);
+    snapshot_writer_end(w);
+    snapshot_writer_close(w);
+    SnapshotResult result;
+    snapshot_writer_wait(w, &result);
+    expect(result.error == 0, "error %d", result.error);
+    expect_section(at("wide.bin"), "master", params, n * sizeof(float));
+    char command[512];
+    snprintf(command, sizeof(command), "cmp %s %s", at("wide_model.bin"), at("wide_want.bin"));
+    expect(system(command) == 0, "the model file is not the one that checkpoint_write_model makes");
+    snapshot_writer_free(w);
+    free(buffers[0]);
+    free(params);
+}
+
 int main(void) {
     snprintf(folder, sizeof(folder), "/tmp/test_snapshot_writer_XXXXXX");
     check(mkdtemp(folder) != NULL, "cannot make a temporary folder");
@@ -494,6 +591,7 @@ int main(void) {
     unit_run(test_misuse);
     unit_run(test_call);
     unit_run(test_no_wait);
+    unit_run(test_large_buffer);
     char command[128];
     snprintf(command, sizeof(command), "rm -rf %s", folder);
     return system(command) != 0 || unit_report();
