@@ -46,6 +46,7 @@
 #include "lib/llmc_state.h"  // defines: llm.c's checkpoints, in and out
 #include "lib/resume.h"      // defines: Resume: which checkpoint a run goes on from
 #include "lib/stop.h"        // defines: stop_signal
+#include "lib/start_check.h" // defines: what ranks compare before they train
 
 // the floor of ops
 #ifdef CPU_FLOOR
@@ -1093,14 +1094,6 @@ static void open_data(Run* run, const TrainConfig* train, const GptConfig* confi
     }
 }
 
-// Every rank must run the same thing: the configurations' hashes are compared.
-static void check_ranks_agree(Comm* comm, const TrainConfig* train, const GptConfig* config) {
-    int64_t hash = (int64_t)(config_hash(train, config) >> 1), low, high;
-    comm_host_min_max(comm, hash, &low, &high);
-    check(low == high, "the ranks were started with different settings: hash %016llx on rank %d, others differ",
-          (unsigned long long)hash, train->rank);
-}
-
 // Tokens trained on in the first `steps` steps. (The run may have had another batch before it was resumed.)
 static int64_t tokens_after(const Run* run, const TrainConfig* train, int steps) {
     return run->first_tokens + (int64_t)(steps - run->first_step) * train->total_batch_tokens;
@@ -1564,7 +1557,9 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
         }
     }
     if (is_first_rank && step > 0 && is_due(step, train->sample_every, last_step)) {
+        comm_set_busy(model->comm, 1);
         generate(model, run->has_tokenizer ? &run->tokenizer : NULL);
+        comm_set_busy(model->comm, step == run->first_step);
     }
 }
 
@@ -1746,7 +1741,13 @@ static int lock_output(const TrainConfig* train) {
 }
 
 #ifndef TESTING
+extern "C" const char program_version[]; // build/version.c
+
 int main(int argc, char** argv) {
+    if (argc == 2 && strcmp(argv[1], "--version") == 0) {
+        printf("train_gpt_fp8 %s\n", program_version);
+        return EXIT_SUCCESS;
+    }
     Run run;
     memset(&run, 0, sizeof(run));
     run.started_s = seconds_now();
@@ -1756,9 +1757,13 @@ int main(int argc, char** argv) {
     config_parse(&train, &config, argc, argv);
     Comm* comm = comm_create(&argc, &argv);
     int rank = comm_rank(comm);
+    comm_set_timeout(comm, (double)train.comm_timeout);
+    comm_set_busy(comm, 1); // files are read, products timed, perhaps on one rank only: until the first step is done
+    check_started_alike(comm, &train, program_version);
     DeviceOptions options = {comm_local_rank(comm), train.threads, train.precision == PRECISION_FP32,
                              (AttentionKind)train.attention};
     Device* dev = device_create(options);
+    check_own_device(comm, dev);
     comm_connect(comm, dev);
     if (!train.dry_run) { set_matmul(dev, &train); }
 
@@ -1786,7 +1791,6 @@ int main(int argc, char** argv) {
         choose_batch_size(&train, dev, comm, config);
         config_finish(&train, &config, comm_num_ranks(comm), rank);
     }
-    check_ranks_agree(comm, &train, &config);
     check(train.prompt[0] == 0 || strcmp(train.tokenizer, "byte") == 0,
           "--prompt needs --tokenizer byte, found '%s'", train.tokenizer);
 
@@ -1794,13 +1798,18 @@ int main(int argc, char** argv) {
     if (run.has_tokenizer) { tokenizer_init(&run.tokenizer, train.tokenizer); }
     if (!train.dry_run) { // everything that can be wrong with files, before the GPU's memory is touched
         open_data(&run, &train, &config);
+    }
+    Prepared prepared = {&train, &config, weights, resumes ? &resume : NULL, run.has_train ? &run.train_loader : NULL,
+                         run.has_val ? &run.val_loader : NULL, run.num_steps, run.num_val_batches};
+    check_prepared_alike(comm, dev, &prepared);
+    if (!train.dry_run) {
         if (!resumes) { logger_open(&run.logger, &train, &config); }
         if (rank == 0 && train.save_model[0] != 0) { checkpoint_check_writable(train.save_model); }
     }
     if (rank == 0) {
         config_print(stdout, &train, &config);
-        printf("| %-23s | %-52s |\n| %-23s | %-52s |\n", "device", device_name(dev), "attention",
-               device_attention_name(dev));
+        printf("| %-23s | %-52s |\n| %-23s | %-52s |\n| %-23s | %-52s |\n", "device", device_name(dev), "attention",
+               device_attention_name(dev), "program version", program_version);
     }
     Chip chip = device_chip(dev);
     run.step_floor_s = roofline_step_seconds(&chip, &config, &train);
