@@ -1548,6 +1548,7 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     int is_first_rank = comm_rank(model->comm) == 0;
     if (run->has_val && is_due(step, train->val_every, last_step)) {
         float loss = validate(model, &run->val_loader, run->num_val_batches);
+        comm_take_stats(model->comm); // not the next step's
         logger_log_val(&run->logger, step, tokens_after(run, train, step), loss);
         if (is_first_rank) {
             printf("val loss %.6f", loss);
@@ -1616,6 +1617,15 @@ static int stop_early(Run* run, Model* model, int steps_done, int reason) {
     return is_saved ? EXIT_STOPPED : EXIT_FAILURE;
 }
 
+// What the step has communicated: it is done, so its collectives are, too.
+static void report_comm(StepReport* report, Comm* comm) {
+    CommStats stats = comm_take_stats(comm);
+    report->num_ranks = comm_num_ranks(comm);
+    report->comm_bytes = stats.bytes;
+    report->comm_ms = 1e3 * stats.seconds;
+    report->comm_exposed_ms = 1e3 * stats.exposed_s;
+}
+
 // Train from run->first_step to run->num_steps. Returns the exit status: 0, EXIT_STOPPED, or 1 when too many steps in a
 // row were not finite.
 static int train_loop(Run* run, Model* model) {
@@ -1624,6 +1634,9 @@ static int train_loop(Run* run, Model* model) {
     RateMeter meter;
     memset(&meter, 0, sizeof(meter));
     double total_s = 0.0, longest_look_s = 0.0;
+    CommTotal comm_all, comm_timed; // from the first step on; from the second, without its start-up work
+    memset(&comm_all, 0, sizeof(comm_all));
+    memset(&comm_timed, 0, sizeof(comm_timed));
     int end = run->num_steps > run->first_step ? run->num_steps : run->first_step;
     for (int step = run->first_step; step <= end; step++) {
         int last_step = step == end;
@@ -1643,6 +1656,10 @@ static int train_loop(Run* run, Model* model) {
         StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, step + 1 < run->num_steps,
                                          &run->loss_outliers, &run->norm_outliers, &report);
         double elapsed = seconds_now() - start;
+        if (step == run->first_step) { comm_set_busy(model->comm, 0); } // main has set it
+        report_comm(&report, model->comm);
+        comm_total_add(&comm_all, &report);
+        if (step > run->first_step) { comm_total_add(&comm_timed, &report); }
         if (profiled) {
             device_profile_end(model->dev);
             run->profile.wall_s += elapsed;
@@ -1670,15 +1687,24 @@ static int train_loop(Run* run, Model* model) {
                         "step\n", step + 1, run->skips_in_a_row, (double)report.loss, (double)report.grad_norm);
             }
             run->skips_in_a_row = 0; // whoever goes on from here has as many again
+            comm_set_busy(model->comm, 1);
             if (train->output_dir[0] != 0) { save_last(run, model, step + 1); }
             return EXIT_FAILURE;
         }
         save_poll(run, model, 0);
-        if (save_is_due(run, train, step + 1)) { save_begin(run, model, step + 1); }
+        if (save_is_due(run, train, step + 1)) {
+            comm_set_busy(model->comm, 1); // disks may be slow, on one rank more than on others
+            save_begin(run, model, step + 1);
+            comm_set_busy(model->comm, 0);
+        }
         int looks = is_due(step + 1, train->val_every, 0) || is_due(step + 1, train->sample_every, 0);
         int reason = reason_to_stop(run, model, elapsed + (looks ? longest_look_s : 0.0));
-        if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
+        if (reason != 0 && step + 1 < run->num_steps) {
+            comm_set_busy(model->comm, 1);
+            return stop_early(run, model, step + 1, reason);
+        }
     }
+    comm_set_busy(model->comm, 1); // to the end of the run: what rank 0 writes alone is waited for
     save_poll(run, model, 1);
     int is_saved = train->checkpoint_every == 0 || end == run->first_step || save_last(run, model, end);
     if (is_first_rank && !is_saved) {
@@ -1694,6 +1720,9 @@ static int train_loop(Run* run, Model* model) {
     if (is_first_rank && timed > 0) {
         printf("mean of steps %d to %d: %.2f ms, %.0f tok/s\n", run->first_step + 2, end, 1e3 * total_s / timed,
                (double)train->total_batch_tokens * timed / total_s);
+    }
+    if (is_first_rank) {
+        logger_print_comm(stdout, &comm_all, &comm_timed, model->table.num_parameters, comm_num_ranks(model->comm));
     }
     return is_saved ? EXIT_SUCCESS : EXIT_FAILURE;
 }
