@@ -46,7 +46,6 @@
 #include "lib/llmc_state.h"  // defines: llm.c's checkpoints, in and out
 #include "lib/resume.h"      // defines: Resume: which checkpoint a run goes on from
 #include "lib/stop.h"        // defines: stop_signal
-#include "lib/start_check.h" // defines: what ranks compare before they train
 
 // the floor of ops
 #ifdef CPU_FLOOR
@@ -67,6 +66,9 @@
 #include "lib/scale_update.cuh" // defines: scale_slots_gather, scale_slots_step
 #include "lib/comm.cuh"         // defines: Comm over NCCL
 #endif
+
+// what leans on it
+#include "lib/start_check.h" // defines: what ranks compare before they train
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the nouns

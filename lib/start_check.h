@@ -5,7 +5,8 @@
 //     check_own_device       when the devices are open, before NCCL sees them
 //     check_prepared_alike   when everything has been read, before anything is written: model, weights, checkpoint, data
 //
-// Each is collective. What differs is one error line of rank 0, and exit status 1 on all ranks.
+// Each is collective. What differs is one error line of rank 0, and exit status 1 on all ranks. A floor of ops is included
+// before this file.
 #ifndef START_CHECK_H
 #define START_CHECK_H
 
