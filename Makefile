@@ -63,6 +63,18 @@ MPI_NVCC_CFLAGS = $(patsubst -pthread,-Xcompiler -pthread,$(MPI_CFLAGS))
 MPI_NVCC_LIBS = $(patsubst -pthread,-Xcompiler -pthread,$(patsubst -Wl$(comma)%,-Xlinker %,$(MPI_LIBS)))
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The programs' version, in an object of its own: a commit links them anew and compiles nothing. Written only when it has
+# changed.
+
+build/version.c: FORCE
+	@mkdir -p build
+	@echo "extern const char program_version[]; const char program_version[] = \"$$(scripts/version.sh)\";" >$@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+build/version.o: build/version.c
+	$(CC) $(C_FLAGS) -c -o $@ $<
+
+# ----------------------------------------------------------------------------------------------------------------------
 # CUDA
 
 NVCC ?= $(call once,NVCC,$(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc)))
@@ -100,9 +112,12 @@ CUDNN_STATUS = cuDNN attention: $(strip $(if $(filter-out 1,$(CUDNN)),left out (
     $(CUDNN_FRONTEND_DIR)/cudnn_frontend.h with $(CUDNN_DIR)/cudnn.h, \
     left out ($(CUDNN_MISSING) not found): the built-in attention is used)))
 
-train_gpt_fp8: train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags $$(CUDNN_OBJECT) | need-nvcc ## the GPU program (default target)
+train_gpt_fp8: build/train_gpt_fp8.o build/version.o $$(CUDNN_OBJECT) | need-nvcc ## the GPU program (default target)
 	@echo "$(CUDNN_STATUS)"
-	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -o $@ $< $(CUDNN_OBJECT) $(NVCC_LIBS) -lgomp
+	$(NVCC) $(SM90A) -Xcompiler -fopenmp -o $@ $^ $(NVCC_LIBS) -lgomp
+
+build/train_gpt_fp8.o: train_gpt_fp8.cu $(HEADERS) $(KERNELS) build/nvcc.flags | need-nvcc
+	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fopenmp -c -o $@ $<
 
 cudnn-status:
 	@echo "$(CUDNN_STATUS)"
@@ -148,8 +163,11 @@ C_FLAGS := -std=c11 -D_GNU_SOURCE $(WARNINGS) $(XXHASH_FLAGS)
 
 cpu: train_gpt_fp8_cpu ## the program for machines without a GPU, ./train_gpt_fp8_cpu
 
-train_gpt_fp8_cpu: train_gpt_fp8.cu $(HEADERS) build/cpu.flags | need-mpi
-	$(CXX) $(CPU_FLAGS) -x c++ -o $@ $< $(MPI_LIBS) -lm
+train_gpt_fp8_cpu: build/train_gpt_fp8_cpu.o build/version.o | need-mpi
+	$(CXX) -fopenmp -o $@ $^ $(MPI_LIBS) -lm
+
+build/train_gpt_fp8_cpu.o: train_gpt_fp8.cu $(HEADERS) build/cpu.flags | need-mpi
+	$(CXX) $(CPU_FLAGS) -x c++ -c -o $@ $<
 
 test_gpt_fp8_cpu: $(MODEL_TEST) $(HEADERS) build/cpu.flags | need-mpi ## the tests of ops and model on the CPU floor
 	$(CXX) $(CPU_FLAGS) -x c++ -o $@ $< $(MPI_LIBS) -lm

@@ -75,6 +75,9 @@
 #include "lib/save.h" // defines: Save: a checkpoint on its way to disk while training goes on
 #include "lib/load.h" // defines: load_resumed, load_slots
 
+// what leans on it
+#include "lib/start_check.h" // defines: what ranks compare before they train
+
 // ---------------------------------------------------------------------------------------------------------------------
 // the nouns
 
@@ -1273,14 +1276,6 @@ static void open_data(Run* run, const TrainConfig* train, const GptConfig* confi
     }
 }
 
-// Every rank must run the same thing: the configurations' hashes are compared.
-static void check_ranks_agree(Comm* comm, const TrainConfig* train, const GptConfig* config) {
-    int64_t hash = (int64_t)(config_hash(train, config) >> 1), low, high;
-    comm_host_min_max(comm, hash, &low, &high);
-    check(low == high, "the ranks were started with different settings: hash %016llx on rank %d, others differ",
-          (unsigned long long)hash, train->rank);
-}
-
 // Tokens trained on in the first `steps` steps. (The run may have had another batch before it was resumed.)
 static int64_t tokens_after(const Run* run, const TrainConfig* train, int steps) {
     return run->first_tokens + (int64_t)(steps - run->first_step) * train->total_batch_tokens;
@@ -1386,6 +1381,7 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     int is_first_rank = comm_rank(model->comm) == 0;
     if (run->has_val && is_due(step, train->val_every, last_step)) {
         float loss = validate(model, &run->val_loader, run->num_val_batches);
+        comm_take_stats(model->comm); // not the next step's
         logger_log_val(&run->logger, step, tokens_after(run, train, step), loss);
         if (is_first_rank) {
             printf("val loss %.6f", loss);
@@ -1397,7 +1393,9 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     int samples = step > 0 && is_due(step, train->sample_every, last_step);
     if (samples) { want_weights(model, model->config.num_layers); } // of all ranks, since only one goes on
     if (is_first_rank && samples) {
+        comm_set_busy(model->comm, 1);
         generate(model, run->has_tokenizer ? &run->tokenizer : NULL);
+        comm_set_busy(model->comm, step == run->first_step);
     }
 }
 
@@ -1456,6 +1454,15 @@ static int stop_early(Run* run, Model* model, int steps_done, int reason) {
     return is_saved ? EXIT_STOPPED : EXIT_FAILURE;
 }
 
+// What the step has communicated: it is done, so its collectives are, too.
+static void report_comm(StepReport* report, Comm* comm) {
+    CommStats stats = comm_take_stats(comm);
+    report->num_ranks = comm_num_ranks(comm);
+    report->comm_bytes = stats.bytes;
+    report->comm_ms = 1e3 * stats.seconds;
+    report->comm_exposed_ms = 1e3 * stats.exposed_s;
+}
+
 // Train from run->first_step to run->num_steps. Returns the exit status: 0, EXIT_STOPPED, or 1 when too many steps in a
 // row were not finite.
 static int train_loop(Run* run, Model* model) {
@@ -1464,6 +1471,9 @@ static int train_loop(Run* run, Model* model) {
     RateMeter meter;
     memset(&meter, 0, sizeof(meter));
     double total_s = 0.0, longest_look_s = 0.0;
+    CommTotal comm_all, comm_timed; // from the first step on; from the second, without its start-up work
+    memset(&comm_all, 0, sizeof(comm_all));
+    memset(&comm_timed, 0, sizeof(comm_timed));
     int end = run->num_steps > run->first_step ? run->num_steps : run->first_step;
     for (int step = run->first_step; step <= end; step++) {
         int last_step = step == end;
@@ -1483,6 +1493,10 @@ static int train_loop(Run* run, Model* model) {
         StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, step + 1 < run->num_steps,
                                          &run->loss_outliers, &run->norm_outliers, &report);
         double elapsed = seconds_now() - start;
+        if (step == run->first_step) { comm_set_busy(model->comm, 0); } // main has set it
+        report_comm(&report, model->comm);
+        comm_total_add(&comm_all, &report);
+        if (step > run->first_step) { comm_total_add(&comm_timed, &report); }
         if (profiled) {
             device_profile_end(model->dev);
             run->profile.wall_s += elapsed;
@@ -1510,15 +1524,24 @@ static int train_loop(Run* run, Model* model) {
                         "step\n", step + 1, run->skips_in_a_row, (double)report.loss, (double)report.grad_norm);
             }
             run->skips_in_a_row = 0; // whoever goes on from here has as many again
+            comm_set_busy(model->comm, 1);
             if (train->output_dir[0] != 0) { save_last(run, model, step + 1); }
             return EXIT_FAILURE;
         }
         save_poll(&run->save, 0);
-        if (save_is_due(&run->save, step + 1, step + 1 == run->num_steps)) { begin_checkpoint(run, model, step + 1); }
+        if (save_is_due(&run->save, step + 1, step + 1 == run->num_steps)) {
+            comm_set_busy(model->comm, 1); // disks may be slow, on one rank more than on others
+            begin_checkpoint(run, model, step + 1);
+            comm_set_busy(model->comm, 0);
+        }
         int looks = is_due(step + 1, train->val_every, 0) || is_due(step + 1, train->sample_every, 0);
         int reason = reason_to_stop(run, model, elapsed + (looks ? longest_look_s : 0.0));
-        if (reason != 0 && step + 1 < run->num_steps) { return stop_early(run, model, step + 1, reason); }
+        if (reason != 0 && step + 1 < run->num_steps) {
+            comm_set_busy(model->comm, 1);
+            return stop_early(run, model, step + 1, reason);
+        }
     }
+    comm_set_busy(model->comm, 1); // to the end of the run: what rank 0 writes alone is waited for
     save_poll(&run->save, 1);
     int is_saved = train->checkpoint_every == 0 || end == run->first_step || save_last(run, model, end);
     if (is_first_rank && !is_saved) {
@@ -1534,6 +1557,9 @@ static int train_loop(Run* run, Model* model) {
     if (is_first_rank && timed > 0) {
         printf("mean of steps %d to %d: %.2f ms, %.0f tok/s\n", run->first_step + 2, end, 1e3 * total_s / timed,
                (double)train->total_batch_tokens * timed / total_s);
+    }
+    if (is_first_rank) {
+        logger_print_comm(stdout, &comm_all, &comm_timed, model->table.num_parameters, comm_num_ranks(model->comm));
     }
     return is_saved ? EXIT_SUCCESS : EXIT_FAILURE;
 }
@@ -1569,7 +1595,13 @@ static void set_matmul(Device* dev, const TrainConfig* train) {
 }
 
 #ifndef TESTING
+extern "C" const char program_version[]; // build/version.c
+
 int main(int argc, char** argv) {
+    if (argc == 2 && strcmp(argv[1], "--version") == 0) {
+        printf("train_gpt_fp8 %s\n", program_version);
+        return EXIT_SUCCESS;
+    }
     Run run;
     memset(&run, 0, sizeof(run));
     run.started_s = seconds_now();
@@ -1578,9 +1610,13 @@ int main(int argc, char** argv) {
     config_parse(&train, &config, argc, argv);
     Comm* comm = comm_create(&argc, &argv);
     int rank = comm_rank(comm);
+    comm_set_timeout(comm, (double)train.comm_timeout);
+    comm_set_busy(comm, 1); // files are read, products timed, perhaps on one rank only: until the first step is done
+    check_started_alike(comm, &train, program_version);
     DeviceOptions options = {comm_local_rank(comm), train.threads, train.precision == PRECISION_FP32,
                              (AttentionKind)train.attention};
     Device* dev = device_create(options);
+    check_own_device(comm, dev);
     comm_connect(comm, dev);
     if (!train.dry_run) { set_matmul(dev, &train); }
 
@@ -1608,7 +1644,6 @@ int main(int argc, char** argv) {
         choose_batch_size(&train, dev, comm, config);
         config_finish(&train, &config, comm_num_ranks(comm), rank);
     }
-    check_ranks_agree(comm, &train, &config);
     check(train.prompt[0] == 0 || strcmp(train.tokenizer, "byte") == 0,
           "--prompt needs --tokenizer byte, found '%s'", train.tokenizer);
 
@@ -1616,13 +1651,18 @@ int main(int argc, char** argv) {
     if (run.has_tokenizer) { tokenizer_init(&run.tokenizer, train.tokenizer); }
     if (!train.dry_run) { // everything that can be wrong with files, before the GPU's memory is touched
         open_data(&run, &train, &config);
+    }
+    Prepared prepared = {&train, &config, weights, resumes ? &resume : NULL, run.has_train ? &run.train_loader : NULL,
+                         run.has_val ? &run.val_loader : NULL, run.num_steps, run.num_val_batches};
+    check_prepared_alike(comm, dev, &prepared);
+    if (!train.dry_run) {
         if (!resumes) { logger_open(&run.logger, &train, &config); }
         if (rank == 0 && train.save_model[0] != 0) { checkpoint_check_writable(train.save_model); }
     }
     if (rank == 0) {
         config_print(stdout, &train, &config);
-        printf("| %-23s | %-52s |\n| %-23s | %-52s |\n", "device", device_name(dev), "attention",
-               device_attention_name(dev));
+        printf("| %-23s | %-52s |\n| %-23s | %-52s |\n| %-23s | %-52s |\n", "device", device_name(dev), "attention",
+               device_attention_name(dev), "program version", program_version);
     }
     Chip chip = device_chip(dev);
     run.step_floor_s = roofline_step_seconds(&chip, &config, &train);

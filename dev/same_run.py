@@ -14,7 +14,7 @@ import re
 import struct
 import sys
 
-TIMES = ("ms", "tokens_per_s", "roofline_fraction")
+TIMES = ("ms", "tokens_per_s", "roofline_fraction", "comm_ms", "comm_exposed_ms", "comm_gb_per_s")
 RECORDS_OF_THE_RUN = ("config", "resume", "checkpoint", "profile")
 SECTIONS_OF_THE_RUN = ("config",)
 HEADER_BYTES = 4096

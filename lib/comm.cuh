@@ -19,6 +19,7 @@
 #include <mpi.h>
 #include <nccl.h>
 
+#include "agree.h"
 #include "gpu.cuh"
 
 static_assert(NCCL_VERSION_CODE >= NCCL_VERSION(2, 24, 0), "NCCL 2.24 or newer is wanted: ncclFloat8e4m3");
@@ -386,6 +387,25 @@ void comm_max(Comm* comm, Device* dev, float* data, size_t n) {
 
 void comm_host_min_max(Comm* comm, int64_t value, int64_t* min, int64_t* max) {
     ranks_min_max(&comm->ranks, value, min, max);
+}
+
+void comm_host_all_gather(Comm* comm, void* all, const void* own, size_t bytes) {
+    ranks_all_gather(&comm->ranks, all, own, bytes);
+}
+
+// A driver that is another one on another host is nothing unusual, and works.
+void comm_versions(FILE* out) {
+    char mpi[256];
+    int nccl = 0, runtime = 0, driver = 0;
+    ranks_mpi_version(mpi, sizeof(mpi));
+    ncclGetVersion(&nccl);
+    cudaRuntimeGetVersion(&runtime);
+    cudaDriverGetVersion(&driver); // 0: there is none, which device_create says better
+    agree_fact(out, "MPI", "%s", mpi);
+    agree_fact(out, "NCCL", "%d.%d.%d", nccl / 10000, nccl / 100 % 100, nccl % 100);
+    agree_fact(out, "CUDA", "%d.%d", runtime / 1000, runtime / 10 % 100);
+    agree_fact(out, "cuBLASLt", "%zu", cublasLtGetVersion());
+    agree_fact(out, "?driver for CUDA", "%d.%d", driver / 1000, driver / 10 % 100);
 }
 
 // Says nothing about work queued on the devices.

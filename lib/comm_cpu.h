@@ -13,6 +13,7 @@
 
 #include <mpi.h>
 
+#include "agree.h"
 #include "check.h"
 #include "device_cpu.h"
 
@@ -317,6 +318,16 @@ void comm_max(Comm* comm, Device* dev, float* data, size_t n) {
 
 void comm_host_min_max(Comm* comm, int64_t value, int64_t* min, int64_t* max) {
     ranks_min_max(&comm->ranks, value, min, max);
+}
+
+void comm_host_all_gather(Comm* comm, void* all, const void* own, size_t bytes) {
+    ranks_all_gather(&comm->ranks, all, own, bytes);
+}
+
+void comm_versions(FILE* out) {
+    char mpi[256];
+    ranks_mpi_version(mpi, sizeof(mpi));
+    agree_fact(out, "MPI", "%s", mpi);
 }
 
 void comm_barrier(Comm* comm) {

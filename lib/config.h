@@ -630,7 +630,8 @@ static inline void config_usage(FILE* out) {
             fprintf(out, "\n");
         }
     }
-    fprintf(out, "\n       --help                              this page\n");
+    fprintf(out, "\n       --help                              this page\n"
+                 "       --version                           the program's version\n");
 }
 
 // Edit distance of two words (insert, delete, replace; Levenshtein), for "did you mean". Words of up to 63 characters.

@@ -158,6 +158,11 @@ void device_free(Device* dev) {
 
 const char* device_name(const Device* dev) { return dev->name; }
 
+void device_identity(const Device* dev, char* text, size_t size) {
+    (void)dev;
+    snprintf(text, size, "%s", "");
+}
+
 #ifndef __CUDACC__ // the test program, which holds both floors, measures no CPU
 // The peaks of the cores that this Device uses, measured in about a tenth of a second.
 static inline Chip device_chip(const Device* dev) { return chip_measured(dev->num_threads); }

@@ -21,6 +21,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #include "profile.h"
 #include "rng.h"
@@ -167,6 +168,8 @@ Device* device_create(DeviceOptions options);
 void device_free(Device* dev);
 const char* device_name(const Device* dev);           // "NVIDIA H200", or the CPU's model name
 const char* device_attention_name(const Device* dev); // "builtin", "cudnn 9.19.0 and builtin", ...
+// A text that no other device of any host has; empty on the CPU floor, whose ranks may share one
+void device_identity(const Device* dev, char* text, size_t size);
 void device_memory(const Device* dev, size_t* free_bytes, size_t* total_bytes);
 // Memory is 256-byte aligned; contents are undefined. Failing to get it is an error line with the sizes.
 void* device_malloc(Device* dev, size_t bytes);
@@ -430,6 +433,10 @@ void comm_max(Comm* comm, Device* dev, float* data, size_t n);
 CommStats comm_take_stats(Comm* comm);
 
 void comm_host_min_max(Comm* comm, int64_t value, int64_t* min, int64_t* max); // host values
+// all (num_ranks, bytes) = every rank's own (bytes), in host memory: for small things at start-up
+void comm_host_all_gather(Comm* comm, void* all, const void* own, size_t bytes);
+// The versions of what ranks have in common, a fact each (agree.h): MPI, and on a GPU NCCL, CUDA, cuBLASLt, the driver
+void comm_versions(FILE* out);
 void comm_barrier(Comm* comm);
 
 #endif

@@ -76,10 +76,12 @@ Device* device_create(DeviceOptions options) {
           "no usable GPU: found %s, need a Hopper GPU (compute capability 9.0: H100, H200, H800, GH200); on this "
           "machine build the CPU floor: make cpu",
           status == cudaSuccess ? "none" : cudaGetErrorString(status));
-    check(options.index >= 0 && options.index < count,
+    // a launcher may show every rank its own GPU only (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task)
+    int index = count == 1 ? 0 : options.index;
+    check(index >= 0 && index < count,
           "no GPU for local rank %d: found %d on this host, need one per rank (or: make cpu)", options.index, count);
     Device* dev = (Device*)calloc_or_die(1, sizeof(Device));
-    dev->index = options.index;
+    dev->index = index;
     cuda_check(cudaGetDeviceProperties(&dev->properties, dev->index));
     check(dev->properties.major == 9 && dev->properties.minor == 0,
           "unsuitable GPU %d: found %s with compute capability %d.%d, need Hopper (9.0: H100, H200, H800, GH200); on "
@@ -109,6 +111,13 @@ void device_free(Device* dev) {
 
 const char* device_name(const Device* dev) {
     return dev->properties.name;
+}
+// The GPU's UUID, also that of a part of one (MIG).
+void device_identity(const Device* dev, char* text, size_t size) {
+    const unsigned char* uuid = (const unsigned char*)dev->properties.uuid.bytes;
+    for (size_t i = 0; i < 16 && 2 * i + 3 <= size; i++) {
+        snprintf(text + 2 * i, 3, "%02x", uuid[i]);
+    }
 }
 const char* device_attention_name(const Device* dev) {
     return dev->attention_name;

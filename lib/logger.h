@@ -6,7 +6,9 @@
 //                        s:12 eval:0.2951                           accuracy of an evaluation
 //     metrics.jsonl  one JSON object per line: first {"type": "config", ...} with every setting, then
 //                        {"type": "step", "step", "tokens", "loss", "grad_norm", "lr", "ms", "tokens_per_s",
-//                         "roofline_fraction", "loss_z", "grad_norm_z", "skipped", "slots_warming"}
+//                         "roofline_fraction", "loss_z", "grad_norm_z", "skipped", "slots_warming"}, on several ranks
+//                         also "comm_bytes" (that this rank put on the wire), "comm_ms", "comm_exposed_ms" (of that, what
+//                         other work waited for) and "comm_gb_per_s" (nccl-tests' bus bandwidth)
 //                        {"type": "val", "step", "tokens", "loss"} and {"type": "eval", "step", "accuracy"},
 //                        {"type": "profile", "step", "profile": what profile_write_json writes},
 //                        {"type": "checkpoint", "step", "bytes", "write_s", "gb_per_s", "delay_s"},
@@ -104,7 +106,24 @@ typedef struct {
     double loss_z, grad_norm_z; // outlier_update; NaN: not known yet
     int skipped;              // 1: the update was not made
     int slots_warming;        // FP8 slots whose scale does not come from their history yet
+    int num_ranks;            // 1: nothing is said of communication
+    uint64_t comm_bytes;      // this rank's on the wire, by its collectives of this step
+    double comm_ms, comm_exposed_ms; // what they took; what the step's other work had to wait for them
 } StepReport;
+
+// Communication of several steps.
+typedef struct {
+    int steps;
+    uint64_t bytes;
+    double ms, exposed_ms;
+} CommTotal;
+
+static inline void comm_total_add(CommTotal* total, const StepReport* report) {
+    total->steps++;
+    total->bytes += report->comm_bytes;
+    total->ms += report->comm_ms;
+    total->exposed_ms += report->comm_exposed_ms;
+}
 
 typedef struct {
     FILE* file; // what is printed here waits in memory for logger_flush; NULL: no log
@@ -301,7 +320,15 @@ static inline void logger_log_step(Logger* logger, const StepReport* report) {
     logger_json_number(f, "roofline_fraction", report->roofline_fraction > 0.0 ? report->roofline_fraction : NAN, 4);
     logger_json_number(f, "loss_z", report->loss_z, 4);
     logger_json_number(f, "grad_norm_z", report->grad_norm_z, 4);
-    fprintf(f, ", \"skipped\": %d, \"slots_warming\": %d}\n", report->skipped, report->slots_warming);
+    fprintf(f, ", \"skipped\": %d, \"slots_warming\": %d", report->skipped, report->slots_warming);
+    if (report->num_ranks > 1) {
+        double ms = report->comm_ms;
+        fprintf(f, ", \"comm_bytes\": %llu", (unsigned long long)report->comm_bytes);
+        logger_json_number(f, "comm_ms", ms, 6);
+        logger_json_number(f, "comm_exposed_ms", report->comm_exposed_ms, 6);
+        logger_json_number(f, "comm_gb_per_s", ms > 0.0 ? 1e-6 * (double)report->comm_bytes / ms : NAN, 4);
+    }
+    fprintf(f, "}\n");
     logger_flush(&logger->metrics);
 }
 
@@ -383,7 +410,8 @@ static inline const char* logger_z_text(double z, char* out, size_t size) {
 
 // The step's line on the screen, of a run of num_steps steps:
 //     step   12/1200 | loss 4.376012 (+0.12z) | norm 0.4601 (-0.30z) | lr 6.00e-04 | 228.13 ms | 574093 tok/s
-//     and, as far as there is something to say, | 61.2% roofline | 12 scales warming up | SKIPPED
+//     and, as far as there is something to say,
+//     | 61.2% roofline | comm 12.3 ms, 1.2 exposed | 12 scales warming up | SKIPPED
 static inline void logger_print_step(FILE* out, const StepReport* report, int num_steps) {
     char loss_z[32], norm_z[32];
     int width = snprintf(NULL, 0, "%d", num_steps);
@@ -394,10 +422,31 @@ static inline void logger_print_step(FILE* out, const StepReport* report, int nu
     if (report->roofline_fraction > 0.0) {
         fprintf(out, " | %.1f%% roofline", 100.0 * report->roofline_fraction);
     }
+    if (report->num_ranks > 1) {
+        fprintf(out, " | comm %.1f ms, %.1f exposed", report->comm_ms, report->comm_exposed_ms);
+    }
     if (report->slots_warming > 0) {
         fprintf(out, " | %d scales warming up", report->slots_warming);
     }
     fprintf(out, "%s\n", report->skipped ? " | SKIPPED" : "");
+    fflush(out);
+}
+
+// At the end of a run on R ranks: what one of them sent per parameter and step, against two ways that are usual: BF16
+// gradients and BF16 weights (a reduce-scatter and an all-gather, each (R - 1) / R of the parameters), and FP32
+// gradients and BF16 weights. bytes and steps from the first step on; `ms` and exposed_ms are those of the steps after
+// it (timed), which holds start-up work.
+static inline void logger_print_comm(FILE* out, const CommTotal* all, const CommTotal* timed, size_t num_parameters,
+                                     int num_ranks) {
+    if (num_ranks == 1 || all->steps == 0) { return; }
+    double sent = (double)all->bytes / ((double)num_parameters * all->steps), part = (num_ranks - 1.0) / num_ranks;
+    fprintf(out, "communication: %.3f wire bytes per parameter, step and rank: %.3f of BF16 gradients and weights (%.3f), "
+            "%.3f of FP32 and BF16 (%.3f)", sent, sent / (4.0 * part), 4.0 * part, sent / (6.0 * part), 6.0 * part);
+    if (timed->steps > 0) {
+        fprintf(out, "; %.2f ms per step, %.2f exposed", timed->ms / timed->steps, timed->exposed_ms / timed->steps);
+    }
+    if (timed->ms > 0.0) { fprintf(out, ", %.3g GB/s", 1e-6 * (double)timed->bytes / timed->ms); }
+    fprintf(out, "\n");
     fflush(out);
 }
 

@@ -13,6 +13,7 @@
 
 #include "check.h"
 
+#include <limits.h>
 #include <mpi.h>
 
 #include "watchdog.h"
@@ -20,7 +21,7 @@
 #define RANKS_TIMEOUT_S 45.0 // of a collective, unless comm_set_timeout says otherwise
 
 // Those of the host alone, behind the device's of floor.h (CommOp).
-enum { RANKS_CONNECT = 7, RANKS_MIN_MAX, RANKS_BARRIER, RANKS_LEAVE };
+enum { RANKS_CONNECT = 7, RANKS_MIN_MAX, RANKS_GATHER, RANKS_BARRIER, RANKS_LEAVE };
 static const char* const ranks_op_names[] = {"sum",
                                              "max",
                                              "all-to-all",
@@ -30,6 +31,7 @@ static const char* const ranks_op_names[] = {"sum",
                                              "all-reduce fp8",
                                              "connect",
                                              "host min and max",
+                                             "host all-gather",
                                              "barrier",
                                              "end of the run"};
 
@@ -121,6 +123,27 @@ static inline void ranks_min_max(Ranks* ranks, int64_t value, int64_t* min, int6
     mpi_check(ranks, MPI_Allreduce(MPI_IN_PLACE, min, 1, MPI_INT64_T, MPI_MIN, MPI_COMM_WORLD));
     mpi_check(ranks, MPI_Allreduce(MPI_IN_PLACE, max, 1, MPI_INT64_T, MPI_MAX, MPI_COMM_WORLD));
     watchdog_leave(ranks->watchdog);
+}
+
+// all (num_ranks, bytes) = every rank's own (bytes), at most 2 GiB in all.
+static inline void ranks_all_gather(Ranks* ranks, void* all, const void* own, size_t bytes) {
+    if (ranks->num_ranks == 1) {
+        memcpy(all, own, bytes);
+        return;
+    }
+    check(bytes <= (size_t)INT_MAX / (size_t)ranks->num_ranks, "a host all-gather of %zu bytes on %d ranks, want at "
+          "most %d in all", bytes, ranks->num_ranks, INT_MAX);
+    watchdog_enter(ranks->watchdog, RANKS_GATHER);
+    mpi_check(ranks, MPI_Allgather(own, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD));
+    watchdog_leave(ranks->watchdog);
+}
+
+// "Open MPI v4.1.4", for messages.
+static inline void ranks_mpi_version(char* text, size_t size) {
+    char version[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+    int length = 0;
+    MPI_Get_library_version(version, &length);
+    snprintf(text, size, "%.*s", (int)strcspn(version, ",\n"), version);
 }
 
 // Returns when every rank has called it.

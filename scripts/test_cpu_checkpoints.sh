@@ -331,26 +331,29 @@ if [[ $have_mpi ]]; then
     }
     verdict "2 -> 1 ranks" ranks_to_one
 
-    # Rank 1 has another folder than rank 0, as on two machines without a disk in common.
+    # Rank 1 has another folder than rank 0 under the same name, as on two machines without a disk in common.
     apart() { # FLAG...
-        local flags=(-i "$work/train.bin" -j "$work/val.bin" "${shape[@]}" "${settings[@]}" -b 4 -d 512) status=0
+        local flags=(-i "$work/train.bin" -j "$work/val.bin" "${shape[@]}" "${settings[@]}" -b 4 -d 512 -o run) status=0
+        local own_program
+        own_program=$(realpath "$program")
         current=apart
         timeout 60 mpirun --oversubscribe --allow-run-as-root \
-            -np 1 "$program" "${flags[@]}" -o "$work/apart0" "$@" : \
-            -np 1 "$program" "${flags[@]}" -o "$work/apart1" "$@" >"$work/apart.out" 2>&1 </dev/null || status=$?
+            -np 1 -wdir "$work/apart0" "$own_program" "${flags[@]}" "$@" : \
+            -np 1 -wdir "$work/apart1" "$own_program" "${flags[@]}" "$@" >"$work/apart.out" 2>&1 </dev/null || status=$?
         why="exit status $status, want 1"
         [[ $status -eq 1 ]]
     }
     apart_writing() { # the folder of the checkpoint is there, left by an earlier run, so rank 1 can write its share
         rm -rf "$work/apart0" "$work/apart1"
-        mkdir -p "$work/apart1/step_00000010.tmp"
-        apart -x 10 -n 10 && says apart "rank 1 has written its share, but there is no '$work/apart0/" || return 1
-        why="checkpoints $(checkpoints apart0)"
-        [[ -z $(checkpoints apart0) ]]
+        mkdir -p "$work/apart0" "$work/apart1/run/step_00000010.tmp"
+        apart -x 10 -n 10 && says apart "rank 1 has written its share, but there is no 'run/" || return 1
+        why="checkpoints $(checkpoints apart0/run)"
+        [[ -z $(checkpoints apart0/run) ]]
     }
     apart_resuming() {
         rm -rf "$work/apart0" "$work/apart1"
-        cp -r "$work/ranks" "$work/apart0"
+        mkdir -p "$work/apart0" "$work/apart1"
+        cp -r "$work/ranks" "$work/apart0/run"
         apart -x 50 -n 10 -y 1 && says apart '^error: the ranks see different checkpoints' && steps_made apart 0
     }
     verdict "ranks with different folders: no checkpoint that lacks a share" apart_writing

@@ -111,18 +111,47 @@ for i in {1..200}; do sleep 0.1; done
 exit 3
 SCRIPT
 chmod +x "$stoppable/mpirun"
-signalled() { # SIGNAL: sent to scripts/mpirun.sh when the ranks run; its status
-    local status=0
-    env PATH="$stoppable" scripts/mpirun.sh -np 2 >"$work/signalled" 2>&1 &
+signalled() { # SIGNAL COMMAND...: sent to the command when the ranks run; what it prints, and its status
+    local status=0 signal=$1
+    shift
+    env PATH="$stoppable" "$@" >"$work/signalled" 2>&1 &
     local script=$!
-    until grep -q "started -np 2" "$work/signalled"; do sleep 0.05; done
-    kill "-$1" "$script"
+    until grep -q "started " "$work/signalled"; do sleep 0.05; done
+    kill "-$signal" "$script"
     wait "$script" || status=$?
+    cat "$work/signalled"
     echo "status $status"
 }
 for signal in TERM USR1; do
-    expect "mpirun.sh: SIG$signal stops the ranks by SIGUSR1" 0 "status 75" signalled $signal
+    expect "mpirun.sh: SIG$signal stops the ranks by SIGUSR1" 0 "status 75" signalled $signal scripts/mpirun.sh -np 2
 done
+
+# The same for a job of Slurm, which is queued again when it is not done.
+cp "$stoppable/mpirun" "$stoppable/srun"
+printf '#!/bin/sh\necho "scontrol $*"\n' >"$stoppable/scontrol"
+chmod +x "$stoppable/scontrol"
+for launcher in srun mpirun; do
+    expect "slurm_multinode.sh: SIGUSR1 reaches the ranks, the job is queued again ($launcher)" 0 \
+        "scontrol requeue 17"$'\n'"status 75" signalled USR1 env SLURM_JOB_ID=17 LAUNCHER=$launcher scripts/slurm_multinode.sh
+done
+printf '#!/bin/sh\nexit 3\n' >"$stoppable/srun"
+not_requeued() { # its status, and that it says nothing
+    local status=0 output
+    output=$(env PATH="$stoppable" SLURM_JOB_ID=17 scripts/slurm_multinode.sh 2>&1) || status=$?
+    echo "status $status, says '$output'"
+}
+expect "slurm_multinode.sh: an error is not queued again" 0 "status 3, says ''" not_requeued
+expect "slurm_multinode.sh: under mpirun as many ranks as tasks" 0 "-np 32 --map-by ppr:8:node" \
+    env DRY_RUN=1 LAUNCHER=mpirun SLURM_NTASKS=32 SLURM_NNODES=4 scripts/slurm_multinode.sh
+printf 'node1 slots=8\n# node3 slots=8\n\n node2 slots=8' >"$work/hosts"
+expect "run_multinode_mpirun.sh: 8 ranks on each of two nodes" 0 "-np 16 --hostfile $work/hosts --map-by ppr:8:node" \
+    env DRY_RUN=1 scripts/run_multinode_mpirun.sh "$work/hosts"
+expect "run_multinode_mpirun.sh: NCCL's variables and the network go to all nodes" 0 \
+    "--mca btl_tcp_if_include eth7 -x PATH -x NCCL_DEBUG -x NCCL_SOCKET_IFNAME ./train_gpt_fp8" \
+    env -u LD_LIBRARY_PATH DRY_RUN=1 IFACE=eth7 NCCL_DEBUG=INFO scripts/run_multinode_mpirun.sh "$work/hosts"
+expect "run_multinode_mpirun.sh: no hostfile" 2 "found '/no/such'" scripts/run_multinode_mpirun.sh /no/such -x 10
+expect "launch.sh: the command, with its quotes" 0 'scripts/mpirun.sh -np 3 --bind-to none ./train_gpt_fp8 -i a\ \* ' \
+    env DRY_RUN=1 GPUS=3 scripts/launch.sh -i "a *"
 printf '#!/bin/sh\nexit 3\n' >"$stoppable/mpirun"
 expect "mpirun.sh: the status of mpirun" 3 "" env PATH="$stoppable" scripts/mpirun.sh -np 2
 

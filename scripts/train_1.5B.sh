@@ -12,9 +12,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 data=${DATA:-data/edu_fineweb100B}
-gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 # 1,048,576 tokens per step = 16 sequences * 1,024 tokens * micro-steps * GPUs
-exec scripts/mpirun.sh -np "$gpus" --bind-to none ./train_gpt_fp8 \
+exec scripts/launch.sh \
     -i "$data/edu_fineweb_train_*.bin" \
     -j "$data/edu_fineweb_val_*.bin" \
     -o runs/gpt2_1558M \

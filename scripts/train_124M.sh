@@ -11,9 +11,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 data=${DATA:-data/fineweb10B}
-gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 # 524,288 tokens per step = 64 sequences * 1,024 tokens * micro-steps * GPUs, so GPUs is 1, 2, 4 or 8
-exec scripts/mpirun.sh -np "$gpus" --bind-to none ./train_gpt_fp8 \
+exec scripts/launch.sh \
     -i "$data/fineweb_train_*.bin" \
     -j "$data/fineweb_val_*.bin" \
     -o runs/gpt2_124M \

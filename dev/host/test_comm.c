@@ -61,6 +61,16 @@ static void test_max_and_host(void) {
     comm_host_min_max(comm, ((int64_t)1 << 40) + rank, &min, &max);
     expect(min == (int64_t)1 << 40 && max == ((int64_t)1 << 40) + ranks - 1, "min %lld, max %lld", (long long)min,
            (long long)max);
+    char own[24], all[64 * sizeof(own)];
+    memset(own, 0, sizeof(own));
+    snprintf(own, sizeof(own), "rank %d says %d", rank, rank * rank);
+    comm_host_all_gather(comm, all, own, sizeof(own));
+    for (int r = 0; r < ranks; r++) {
+        char want[sizeof(own)];
+        snprintf(want, sizeof(want), "rank %d says %d", r, r * r);
+        expect(strcmp(all + (size_t)r * sizeof(own), want) == 0, "host all-gather, rank %d: '%s'", r,
+               all + (size_t)r * sizeof(own));
+    }
     expect(comm_local_rank(comm) >= 0 && comm_local_rank(comm) <= rank, "local rank %d of rank %d",
            comm_local_rank(comm), rank);
     comm_barrier(comm);

@@ -32,6 +32,14 @@ static StepReport a_step(void) {
     return report;
 }
 
+// What several ranks add.
+static void set_comm(StepReport* report) {
+    report->num_ranks = 4;
+    report->comm_bytes = 5000000000;
+    report->comm_ms = 12.345;
+    report->comm_exposed_ms = 1.25;
+}
+
 static char* read_file(const char* name) {
     char path[256];
     snprintf(path, sizeof(path), "%s/%s", folder, name);
@@ -226,12 +234,77 @@ static void test_screen_line(void) {
     report.roofline_fraction = 0;
     report.loss_z = -1.5;
     logger_print_step(f, &report, 20);
+    report.skipped = 0;
+    set_comm(&report);
+    logger_print_step(f, &report, 20);
     fclose(f);
     expect_text(text, "step   13/1200 | loss 4.376012 (+0.12z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s"
                       " | 61.2% roofline | 3 scales warming up\n"
                       "step 13/20 | loss 4.376012 (-1.50z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s | "
-                      "SKIPPED\n");
+                      "SKIPPED\n"
+                      "step 13/20 | loss 4.376012 (-1.50z) | norm 0.4601 | lr 6.00e-04 | 228.12 ms | 574093 tok/s | "
+                      "comm 12.3 ms, 1.2 exposed\n");
     free(text);
+}
+
+// The line at the end of a run: 4 ranks, 1,000,000 parameters, 3 steps of which the first is not timed.
+static void test_comm_line(void) {
+    CommTotal all, timed;
+    memset(&all, 0, sizeof(all));
+    memset(&timed, 0, sizeof(timed));
+    StepReport report = a_step();
+    for (int step = 0; step < 3; step++) {
+        set_comm(&report);
+        report.comm_bytes = 1512000 + (uint64_t)step * 1000;
+        report.comm_ms = step == 0 ? 1000.0 : 10.0 * step;
+        report.comm_exposed_ms = step == 0 ? 1000.0 : 1.0 + step;
+        comm_total_add(&all, &report);
+        if (step > 0) { comm_total_add(&timed, &report); }
+    }
+    char* text = NULL;
+    size_t size = 0;
+    FILE* f = open_memstream(&text, &size);
+    logger_print_comm(f, &all, &timed, 1000000, 1); // one rank: nothing to say
+    logger_print_comm(f, &all, &timed, 1000000, 4);
+    memset(&timed, 0, sizeof(timed));
+    logger_print_comm(f, &all, &timed, 1000000, 2);
+    memset(&all, 0, sizeof(all));
+    logger_print_comm(f, &all, &timed, 1000000, 2); // no steps
+    fclose(f);
+    // 4 (R - 1) / R = 3, 6 (R - 1) / R = 4.5; 3,027,000 bytes in 30 ms
+    expect_text(text, "communication: 1.513 wire bytes per parameter, step and rank: 0.504 of BF16 gradients and weights "
+                      "(3.000), 0.336 of FP32 and BF16 (4.500); 15.00 ms per step, 2.50 exposed, 0.101 GB/s\n"
+                      "communication: 1.513 wire bytes per parameter, step and rank: 0.756 of BF16 gradients and weights "
+                      "(2.000), 0.504 of FP32 and BF16 (3.000)\n");
+    free(text);
+}
+
+// The step's record on several ranks.
+static void test_comm_record(void) {
+    char path[128];
+    snprintf(path, sizeof(path), "%s/comm", folder);
+    TrainConfig train;
+    GptConfig gpt;
+    setup(&train, &gpt, path);
+    Logger logger;
+    logger_open(&logger, &train, &gpt);
+    StepReport report = a_step();
+    set_comm(&report);
+    logger_log_step(&logger, &report);
+    report.comm_bytes = 0;
+    report.comm_ms = report.comm_exposed_ms = 0.0;
+    logger_log_step(&logger, &report);
+    logger_close(&logger);
+    char* metrics = read_file("comm/metrics.jsonl");
+    expect(strstr(metrics, "\"slots_warming\": 3, \"comm_bytes\": 5000000000, \"comm_ms\": 12.345, "
+                           "\"comm_exposed_ms\": 1.25, \"comm_gb_per_s\": 405}\n") != NULL, "%s", metrics);
+    expect(strstr(metrics, "\"comm_bytes\": 0, \"comm_ms\": 0, \"comm_exposed_ms\": 0, \"comm_gb_per_s\": null}\n") !=
+           NULL, "%s", metrics);
+    free(metrics);
+    char* main_log = read_file("comm/main.log");
+    expect_text(main_log, "s:12 trl:4.3760 lr:0.000600 norm:0.46\n"
+                          "s:12 trl:4.3760 lr:0.000600 norm:0.46\n");
+    free(main_log);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -361,6 +434,8 @@ int main(void) {
     unit_run(test_outliers);
     unit_run(test_rate);
     unit_run(test_screen_line);
+    unit_run(test_comm_line);
+    unit_run(test_comm_record);
     unit_run(test_bad_folders);
     unit_run(test_continue);
     unit_run(test_full_for_a_while);
