@@ -1395,7 +1395,7 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     if (is_first_rank && samples) {
         comm_set_busy(model->comm, 1);
         generate(model, run->has_tokenizer ? &run->tokenizer : NULL);
-        comm_set_busy(model->comm, step == run->first_step);
+        comm_set_busy(model->comm, 0);
     }
 }
 

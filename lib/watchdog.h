@@ -103,7 +103,8 @@ typedef struct {
     pthread_mutex_t mutex; // of the next lines
     WatchLane host;
     double timeout_s;
-    int is_busy, must_stop;
+    int num_busy; // reasons to be late
+    int must_stop;
     // the thread's
     int wake[2];            // a pipe that ends its sleep
     int listener;           // rank 0: -1 otherwise
@@ -399,7 +400,7 @@ static inline void watchdog_watch(Watchdog* w) {
     pthread_mutex_lock(&w->mutex);
     w->lanes[WATCH_HOST] = w->host;
     w->options.timeout_s = w->timeout_s;
-    w->peers[0].is_busy = w->options.rank == 0 && w->is_busy;
+    w->peers[0].is_busy = w->options.rank == 0 && w->num_busy > 0;
     pthread_mutex_unlock(&w->mutex);
     if (w->options.look != NULL && w->error_at < 0.0) {
         w->error[0] = 0;
@@ -469,7 +470,7 @@ static inline void* watchdog_thread(void* w_) {
         memset(&beat, 0, sizeof(beat));
         beat.kind = WATCH_BEAT;
         beat.rank = w->options.rank;
-        beat.is_busy = w->is_busy;
+        beat.is_busy = w->num_busy > 0;
         pthread_mutex_unlock(&w->mutex);
         if (w->options.rank != 0 && w->clock_s >= next_beat && w->peers[0].fd >= 0) {
             memcpy(beat.lanes, w->lanes, sizeof(beat.lanes));
@@ -634,10 +635,11 @@ static inline void watchdog_leave(Watchdog* w) {
     pthread_mutex_unlock(&w->mutex);
 }
 
-// 1: this rank is about to be late for a good reason; the others wait on, as long as it lives. 0: not any more.
+// 1: this rank is about to be late for a good reason; the others wait on, as long as it lives. 0: not any more. Pairs
+// may lie inside each other.
 static inline void watchdog_busy(Watchdog* w, int is_busy) {
     pthread_mutex_lock(&w->mutex);
-    w->is_busy = is_busy;
+    w->num_busy += is_busy ? 1 : -1;
     pthread_mutex_unlock(&w->mutex);
 }
 
