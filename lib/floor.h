@@ -305,8 +305,8 @@ void global_norm(Device* dev, StepState* state, const float* grads, size_t n);
 // grads (num_parameters) FP32; shards is read on the host
 void norm_of_slices(Device* dev, RankNorm* part, const StepState* state, const float* grads, const Shards* shards,
                     int rank);
-// state->loss = sum of the parts' (num_ranks), state->grad_norm = sqrt(sum of their squares), both in rank order in FP64
-// and rounded once; state->skip = 1 if one of them is not finite, else 0. The same parts give the same bits everywhere
+// state->loss = sum of the parts' (num_ranks), state->grad_norm = sqrt(sum of their squares), added up in rank order in
+// FP64 and rounded once; state->skip = 1 if one of them is not finite, else 0. The same parts, the same bits everywhere
 void norm_of_ranks(Device* dev, StepState* state, const RankNorm* parts, int num_ranks);
 // AdamW (Loshchilov & Hutter 2019, decoupled decay) on p; does nothing when state->skip. Writes param and raises slots.
 void adamw_update(Device* dev, ParamState p, AdamW adamw, const StepState* state);
