@@ -13,6 +13,7 @@
 #     MARCH=              -march of `make cpu`, default native; x86-64-v3 makes a program that runs elsewhere too
 #     SANITIZE=           flags of `make host`; empty turns the sanitizers off
 #     ARGS=               arguments for `make bench-<op>`
+#     DEBUG=1             ranks compare all FP8 scales after every step, on the GPU, too
 #     DEVICE=cpu|gpu      what `make quickstart` uses; default: the GPU if there is a Hopper GPU
 
 SHELL := /bin/bash
@@ -83,7 +84,7 @@ NCCL_PATH ?= $(wildcard .deps/nccl)
 SM90A := -gencode=arch=compute_90a,code=sm_90a
 NVCC_FLAGS = -std=c++17 -O3 $(SM90A) -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
     $(addprefix -Xcompiler ,$(PORTABLE_ARCH)) $(MPI_NVCC_CFLAGS) $(addprefix -I,$(addsuffix /include,$(NCCL_PATH))) \
-    $(CUDNN_DEFINE) $(XXHASH_FLAGS)
+    $(CUDNN_DEFINE) $(XXHASH_FLAGS) $(if $(filter 1,$(DEBUG)),-DDEBUG)
 # The run-time path makes the program find the libraries it was linked with, wherever the toolkit is.
 NVCC_LIBS = $(foreach dir,$(CUDA_PATH)/lib64 $(addsuffix /lib,$(abspath $(NCCL_PATH))),-L$(dir) -Xlinker -rpath,$(dir)) \
     -lcublasLt -lnccl -ldl -lpthread $(MPI_NVCC_LIBS)

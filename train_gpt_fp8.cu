@@ -1031,32 +1031,6 @@ static void update(Model* model, AdamW adamw, int apply) {
     update_scales_and_weights(model);
 }
 
-// All ranks must have come to the same loss and norm, which decide whether the step counts and how far it goes; to the
-// bit, since all add up the same numbers in the same order. In debug builds (make DEBUG=1, and always on the CPU) the
-// slots' scales, too.
-static void check_ranks_in_step(Model* model, const StepState* state) {
-    if (comm_num_ranks(model->comm) == 1) { return; }
-    int64_t low, high;
-    int64_t mine = (int64_t)(((uint64_t)float_bits(state->loss) << 32 | float_bits(state->grad_norm)) >> 1);
-    comm_host_min_max(model->comm, mine, &low, &high);
-    check(low == high, "rank %d has loss %.9g and gradient norm %.9g, another rank has others: their memory or the wires "
-          "between them cannot be trusted; the last checkpoint is from before", comm_rank(model->comm),
-          (double)state->loss, (double)state->grad_norm);
-#if defined(CPU_FLOOR) || defined(DEBUG)
-    size_t bytes = (size_t)model->num_slots * sizeof(ScaleSlot);
-    ScaleSlot* slots = (ScaleSlot*)malloc_or_die(bytes + 1);
-    device_copy_out(model->dev, slots, model->slots, bytes);
-    uint64_t hash = config_fnv1a(0, NULL, 0);
-    for (int i = 0; i < model->num_slots; i++) {
-        if (scale_slot_is_warming(&slots[i])) { continue; } // measured by every rank for itself
-        hash = config_fnv1a(hash, &slots[i].scale, sizeof(slots[i].scale));
-    }
-    free(slots);
-    comm_host_min_max(model->comm, (int64_t)(hash >> 1), &low, &high);
-    check(low == high, "rank %d: its FP8 scales differ from another rank's", comm_rank(model->comm));
-#endif
-}
-
 typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_OUTLIER } StepVerdict;
 
 // One whole optimizer step at `learning_rate`. Fills the report's loss, norm, z-scores, skipped and slots_warming.
@@ -1082,7 +1056,7 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
         report->loss_z = outlier_update(loss_outliers, state.loss);
         report->grad_norm_z = outlier_update(norm_outliers, state.grad_norm);
     }
-    check_ranks_in_step(model, &state);
+    check_step_alike(model->comm, model->dev, &state, model->slots, model->num_slots);
     exchange_step_mu(&model->exchange, &state, model->table.num_parameters);
     report->loss = state.loss;
     report->grad_norm = state.grad_norm;
@@ -1148,20 +1122,6 @@ static int sample_next(Model* model, const int* tokens, int t, float* logits, ui
                         rng_uniform((uint64_t)train->seed, SAMPLE_STREAM, draw));
 }
 
-// Print token `id` as text, or as a number when there is no vocabulary (tokenizer NULL).
-static void print_token(const Tokenizer* tokenizer, int id) {
-    if (tokenizer == NULL || id >= tokenizer->vocab_size) {
-        printf("%d ", id);
-        return;
-    }
-    size_t length;
-    const char* bytes = tokenizer_decode(tokenizer, id, &length);
-    for (size_t i = 0; i < length; i++) { // control characters would garble the terminal
-        unsigned char byte = (unsigned char)bytes[i];
-        putchar(byte >= 32 || byte == '\n' || byte == '\t' ? byte : '.');
-    }
-}
-
 // Print a continuation of the prompt. Same model, same seed: same text.
 static void generate(Model* model, const Tokenizer* tokenizer) {
     const TrainConfig* train = model->train;
@@ -1179,7 +1139,7 @@ static void generate(Model* model, const Tokenizer* tokenizer) {
     printf("--- sample ---\n%s", train->prompt);
     for (int i = 0; i < train->sample_length && t < capacity; i++) {
         tokens[t] = sample_next(model, tokens, t, logits, (uint64_t)i);
-        print_token(tokenizer, tokens[t++]);
+        tokenizer_print(stdout, tokenizer, tokens[t++]);
     }
     printf("\n--------------\n");
     fflush(stdout);

@@ -92,7 +92,7 @@ static inline const char* agree_next(const char* line) {
 
 // FNV-1a of the lines that are compared.
 static inline uint64_t agree_hash(const char* text) {
-    uint64_t hash = 0xcbf29ce484222325ull;
+    uint64_t hash = FNV_START;
     for (const char* line = agree_line(text); line != NULL; line = agree_next(line)) {
         hash = config_fnv1a(hash, line, strcspn(line, "\n") + 1);
     }

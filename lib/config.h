@@ -1022,7 +1022,10 @@ static inline void config_write_json(FILE* out, const TrainConfig* train, const 
             gpt_num_parameters(gpt), train->num_ranks, train->grad_accum_steps);
 }
 
-// FNV-1a (64 bits) over `bytes` of data, continuing from `hash`. http://www.isthe.com/chongo/tech/comp/fnv/
+#define FNV_START 0xcbf29ce484222325ull
+
+// FNV-1a (64 bits) over `bytes` of data, continuing from `hash`, which begins as FNV_START.
+// http://www.isthe.com/chongo/tech/comp/fnv/
 static inline uint64_t config_fnv1a(uint64_t hash, const void* data, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) {
         hash = (hash ^ ((const unsigned char*)data)[i]) * 0x100000001b3ull;
@@ -1035,7 +1038,7 @@ static inline uint64_t config_fnv1a(uint64_t hash, const void* data, size_t byte
 static inline uint64_t config_hash(const TrainConfig* train, const GptConfig* gpt) {
     const int shape[] = {gpt->max_seq_len, gpt->vocab_size, gpt->padded_vocab_size, gpt->num_layers,
                          gpt->num_heads,   gpt->channels,   train->num_ranks};
-    uint64_t hash = config_fnv1a(0xcbf29ce484222325ull, shape, sizeof(shape));
+    uint64_t hash = config_fnv1a(FNV_START, shape, sizeof(shape));
     int count;
     const Flag* flags = config_flags(&count);
     for (const Flag* flag = flags; flag < flags + count; flag++) {

@@ -128,7 +128,7 @@ static inline int run_state_check(const RunState* state, const char* path, char*
 
 // A fingerprint of the loader's files: their names without folders, their number and their tokens (FNV-1a).
 static inline int64_t run_data_fingerprint(const DataLoader* loader) {
-    uint64_t hash = config_fnv1a(0xcbf29ce484222325ull, &loader->num_tokens, sizeof(loader->num_tokens));
+    uint64_t hash = config_fnv1a(FNV_START, &loader->num_tokens, sizeof(loader->num_tokens));
     for (int i = 0; i < loader->num_shards; i++) {
         const char* slash = strrchr(loader->paths[i], '/');
         const char* name = slash != NULL ? slash + 1 : loader->paths[i];

@@ -4,6 +4,7 @@
 //     check_started_alike    first of all: program, libraries, command line
 //     check_own_device       when the devices are open, before NCCL sees them
 //     check_prepared_alike   when everything has been read, before anything is written: model, weights, checkpoint, data
+//     check_step_alike       after every step: what the ranks have made of it
 //
 // Each is collective. What differs is one error line of rank 0, and exit status 1 on all ranks. A floor of ops is included
 // before this file.
@@ -109,7 +110,7 @@ static inline void start_data_fact(FILE* out, const char* name, const DataLoader
         agree_fact(out, name, "none");
         return;
     }
-    uint64_t hash = config_fnv1a(0xcbf29ce484222325ull, loader->windows, (size_t)loader->num_shards * sizeof(int));
+    uint64_t hash = config_fnv1a(FNV_START, loader->windows, (size_t)loader->num_shards * sizeof(int));
     for (int i = 0; i < loader->num_shards; i++) {
         const char* slash = strrchr(loader->paths[i], '/');
         const char* file = slash != NULL ? slash + 1 : loader->paths[i];
@@ -149,6 +150,34 @@ static inline void check_prepared_alike(Comm* comm, const Device* dev, const Pre
     fclose_or_die(f, "what ranks compare");
     start_compare(comm, facts);
     free(facts);
+}
+
+// All ranks must have come to the same loss and norm, which decide whether the step counts and how far it goes; to the
+// bit, since all add up the same numbers in the same order. On the CPU and in debug builds (make DEBUG=1) the scales of
+// the slots (num_slots, in device memory), too; those that warm up every rank measures for itself.
+static inline void check_step_alike(Comm* comm, Device* dev, const StepState* state, const ScaleSlot* slots,
+                                    int num_slots) {
+    if (comm_num_ranks(comm) == 1) { return; }
+    const float made[] = {state->loss, state->grad_norm};
+    int64_t low, high;
+    comm_host_min_max(comm, (int64_t)(config_fnv1a(FNV_START, made, sizeof(made)) >> 1), &low, &high);
+    check(low == high, "rank %d has loss %.9g and gradient norm %.9g, another rank has others: its memory or the wires "
+          "between them cannot be trusted; go on from the last checkpoint", comm_rank(comm), (double)made[0],
+          (double)made[1]);
+#if defined(CPU_FLOOR) || defined(DEBUG)
+    size_t bytes = (size_t)num_slots * sizeof(ScaleSlot);
+    ScaleSlot* on_host = (ScaleSlot*)malloc_or_die(bytes + 1);
+    uint64_t hash = FNV_START;
+    device_copy_out(dev, on_host, slots, bytes);
+    for (int i = 0; i < num_slots; i++) {
+        if (!scale_slot_is_warming(&on_host[i])) { hash = config_fnv1a(hash, &on_host[i].scale, sizeof(float)); }
+    }
+    free(on_host);
+    comm_host_min_max(comm, (int64_t)(hash >> 1), &low, &high);
+    check(low == high, "rank %d: its FP8 scales differ from another rank's", comm_rank(comm));
+#else
+    (void)dev, (void)slots, (void)num_slots;
+#endif
 }
 
 #endif

@@ -460,4 +460,18 @@ static inline void tokenizer_init(Tokenizer* t, const char* name_or_path) {
     }
 }
 
+// Print token `id` as text, or as a number when there is no vocabulary (tokenizer NULL).
+static inline void tokenizer_print(FILE* out, const Tokenizer* tokenizer, int id) {
+    if (tokenizer == NULL || id >= tokenizer->vocab_size) {
+        fprintf(out, "%d ", id);
+        return;
+    }
+    size_t length;
+    const char* bytes = tokenizer_decode(tokenizer, id, &length);
+    for (size_t i = 0; i < length; i++) { // control characters would garble the terminal
+        unsigned char byte = (unsigned char)bytes[i];
+        fputc(byte >= 32 || byte == '\n' || byte == '\t' ? byte : '.', out);
+    }
+}
+
 #endif
