@@ -1208,6 +1208,7 @@ typedef struct {
     int skips_in_a_row;  // steps that were not finite
     Save save;
     Profile profile;     // --profile
+    CommStats comm_before; // of the last step's weights, when something was looked at in between
 } Run;
 
 static void open_data(Run* run, const TrainConfig* train, const GptConfig* config) {
@@ -1340,8 +1341,11 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     const TrainConfig* train = model->train;
     int is_first_rank = comm_rank(model->comm) == 0;
     if (run->has_val && is_due(step, train->val_every, last_step)) {
+        want_weights(model, model->config.num_layers); // the last step's, which the next one reports
+        device_sync(model->dev);
+        run->comm_before = comm_take_stats(model->comm);
         float loss = validate(model, &run->val_loader, run->num_val_batches);
-        comm_take_stats(model->comm); // not the next step's
+        comm_take_stats(model->comm); // nobody's
         logger_log_val(&run->logger, step, tokens_after(run, train, step), loss);
         if (is_first_rank) {
             printf("val loss %.6f", loss);
@@ -1414,13 +1418,14 @@ static int stop_early(Run* run, Model* model, int steps_done, int reason) {
     return is_saved ? EXIT_STOPPED : EXIT_FAILURE;
 }
 
-// What the step has communicated: it is done, so its collectives are, too.
-static void report_comm(StepReport* report, Comm* comm) {
-    CommStats stats = comm_take_stats(comm);
+// What was communicated since the last step was reported: its weights, and this step's gradients.
+static void report_comm(Run* run, StepReport* report, Comm* comm) {
+    CommStats stats = comm_take_stats(comm), before = run->comm_before;
     report->num_ranks = comm_num_ranks(comm);
-    report->comm_bytes = stats.bytes;
-    report->comm_ms = 1e3 * stats.seconds;
-    report->comm_exposed_ms = 1e3 * stats.exposed_s;
+    report->comm_bytes = before.bytes + stats.bytes;
+    report->comm_ms = 1e3 * (before.seconds + stats.seconds);
+    report->comm_exposed_ms = 1e3 * (before.exposed_s + stats.exposed_s);
+    memset(&run->comm_before, 0, sizeof(run->comm_before));
 }
 
 // Train from run->first_step to run->num_steps. Returns the exit status: 0, EXIT_STOPPED, or 1 when too many steps in a
@@ -1435,6 +1440,7 @@ static int train_loop(Run* run, Model* model) {
     memset(&comm_all, 0, sizeof(comm_all));
     memset(&comm_timed, 0, sizeof(comm_timed));
     int end = run->num_steps > run->first_step ? run->num_steps : run->first_step;
+    comm_take_stats(model->comm); // of the start
     for (int step = run->first_step; step <= end; step++) {
         int last_step = step == end;
         double look_start = seconds_now();
@@ -1454,7 +1460,7 @@ static int train_loop(Run* run, Model* model) {
                                          &run->loss_outliers, &run->norm_outliers, &report);
         double elapsed = seconds_now() - start;
         if (step == run->first_step) { comm_set_busy(model->comm, 0); } // main has set it
-        report_comm(&report, model->comm);
+        report_comm(run, &report, model->comm);
         comm_total_add(&comm_all, &report);
         if (step > run->first_step) { comm_total_add(&comm_timed, &report); }
         if (profiled) {
