@@ -3,6 +3,7 @@
 // report or with a line "FINDING ...". The long runs are those of dev/fuzz/run.sh.
 #define FUZZ_REPLAY
 #include "../fuzz/llmc_state.c"
+#include "../fuzz/load.c"
 #include "../fuzz/matmul_cache.c"
 #include "../fuzz/model_file.c"
 #include "../fuzz/run_state.c"
@@ -134,6 +135,9 @@ static void replay(const FuzzTarget* target) {
 static void test_llmc_state(void) {
     replay(&llmc_state_target);
 }
+static void test_load(void) {
+    replay(&load_target);
+}
 static void test_matmul_cache(void) {
     replay(&matmul_cache_target);
 }
@@ -162,6 +166,7 @@ int main(void) {
     __sanitizer_set_death_callback(fuzz_keep_input);
 #endif
     unit_run(test_llmc_state);
+    unit_run(test_load);
     unit_run(test_matmul_cache);
     unit_run(test_model_file);
     unit_run(test_run_state);
