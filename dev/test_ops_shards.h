@@ -439,7 +439,7 @@ static void ops_grad_dequantize_shared(void) {
 
 static HostState* state_with_loss(Arena* arena, float loss) {
     HostState* state = (HostState*)arena_bytes(arena, sizeof(HostState));
-    state->loss = loss, state->grad_norm = -1.0f, state->skip = -3, state->slots_warming = -5;
+    state->loss = loss, state->grad_norm = -1.0f, state->skip = -3, state->slots_warming = -5, state->saturated = 7;
     return state;
 }
 
@@ -552,9 +552,9 @@ static void ops_norm_of_ranks(void) {
                        "%d ranks, damage %d, floor %d: loss %a, norm %a, want %a, %a", ranks, damage, k,
                        (double)state->loss, (double)state->grad_norm, (double)(float)loss,
                        (double)(float)sqrt(squares));
-                expect(state->skip == (damage != 0) && state->slots_warming == -5,
-                       "%d ranks, damage %d, floor %d: skip %d, warming %d", ranks, damage, k, state->skip,
-                       state->slots_warming);
+                expect(state->skip == (damage != 0) && state->slots_warming == -5 && state->saturated == 7,
+                       "%d ranks, damage %d, floor %d: skip %d, warming %d, saturated %llu", ranks, damage, k,
+                       state->skip, state->slots_warming, state->saturated);
             }
             arena_free(&arena);
         }
