@@ -35,6 +35,7 @@
 #include <unistd.h>
 
 #include "lib/check.h"
+#include "lib/agree.h"
 #include "lib/fp8.h"
 #include "lib/scaling.h"
 #include "lib/rng.h"
