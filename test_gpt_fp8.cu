@@ -59,6 +59,7 @@
 #include "lib/snapshot_writer.h"
 #include "lib/llmc_state.h"
 #include "lib/resume.h"
+#include "lib/agree.h"
 #include "lib/stop.h"
 #include "lib/ranks.h"
 

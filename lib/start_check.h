@@ -8,8 +8,12 @@
 //
 // Each is collective. What differs is one error line of rank 0, and exit status 1 on all ranks. A floor of ops is included
 // before this file.
-#ifndef START_CHECK_H
-#define START_CHECK_H
+#if (defined(CPU_FLOOR) && !defined(START_CHECK_H_CPU)) || (!defined(CPU_FLOOR) && !defined(START_CHECK_H_GPU))
+#ifdef CPU_FLOOR
+#define START_CHECK_H_CPU
+#else
+#define START_CHECK_H_GPU
+#endif
 
 #include "check.h"
 
