@@ -167,7 +167,7 @@ typedef enum {
     ARG_I32,
     ARG_CODES, // FP8
     ARG_SLOTS, // ScaleSlot
-    ARG_STATE, // StepState, four words: loss, grad_norm (float), skip, slots_warming (int)
+    ARG_STATE, // StepState: loss, grad_norm (float), skip, slots_warming (int), saturated (unsigned long long)
     ARG_NORMS  // RankNorm, 16 bytes: squares (double), loss, unused (float)
 } ArgType;
 
@@ -190,6 +190,7 @@ typedef struct {
 typedef struct {
     float loss, grad_norm;
     int skip, slots_warming;
+    unsigned long long saturated;
 } HostState;
 
 // The words of ARG_NORMS.
