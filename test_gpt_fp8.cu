@@ -4,6 +4,7 @@
 //     make test_gpt_fp8_cpu && ./test_gpt_fp8_cpu     g++: the CPU floor; what CI runs
 //     make test_gpt_fp8 && ./test_gpt_fp8             nvcc: both floors in one binary, the GPU against the CPU floor
 //     ./test_gpt_fp8 ops_matmul                       only tests whose name contains the text
+//     mpirun -np 2 ./test_gpt_fp8_cpu ranks_          the tests on several ranks (dev/test_ranks.h)
 //
 // Without a usable GPU the tests of the nvcc build that need one are skipped, with the reason. The same goes for tests
 // against the outside truth when its files are absent ($SHARED_DATA, default ../shared/data).
@@ -35,7 +36,6 @@
 #include <unistd.h>
 
 #include "lib/check.h"
-#include "lib/agree.h"
 #include "lib/fp8.h"
 #include "lib/scaling.h"
 #include "lib/rng.h"
@@ -60,6 +60,7 @@
 #include "lib/snapshot_writer.h"
 #include "lib/llmc_state.h"
 #include "lib/resume.h"
+#include "lib/agree.h"
 #include "lib/stop.h"
 #include "lib/ranks.h"
 
@@ -1266,6 +1267,8 @@ static void losses_agree(void) {
     }
 }
 
+#include "dev/test_ranks.h"
+
 // ---------------------------------------------------------------------------------------------------------------------
 
 static const NamedTest model_tests[] = {
@@ -1305,6 +1308,13 @@ static const NamedTest model_tests[] = {
 };
 enum { NUM_MODEL_TESTS = sizeof(model_tests) / sizeof(model_tests[0]) };
 
+// All of them, in order.
+static const NamedTest* test_at(int i) {
+    if (i < ops::NUM_OP_TESTS) { return &ops::op_tests[i]; }
+    i -= ops::NUM_OP_TESTS;
+    return i < NUM_MODEL_TESTS ? &model_tests[i] : &rank_tests[i - NUM_MODEL_TESTS];
+}
+
 // Ops are tested GPU against CPU floor; in the g++ build the CPU floor on two threads against itself on one.
 static void open_op_floors(void) {
 #ifdef __CUDACC__
@@ -1316,6 +1326,7 @@ static void open_op_floors(void) {
     ops::op_floors.exact = 1;
 #endif
     ops::op_floors.reference = cpu_floor;
+    if (team.num_ranks > 1) { ops::op_floors.skip = "ops are tested on one rank, without mpirun"; }
     if (ops::op_floors.skip != NULL) { return; }
     ops::op_floors.reference_device = cpu_floor->device_open(ops::op_floors.exact ? 1 : 0, 1); // ATTENTION_BUILTIN
     ops::op_floors.subject_device = ops::op_floors.subject->device_open(2, 1);
@@ -1325,21 +1336,23 @@ int main(int argc, char** argv) {
     cpu::cpu_spin_briefly(argv); // may start this program again, so before anything else
     check(argc <= 2, "usage: %s [part of the names of the tests to run]", argv[0]);
     const char* filter = argc == 2 ? argv[1] : "";
+    team_join(&argc, &argv);
     gpu = gpu_floor(&gpu_missing);
     open_op_floors();
-    for (int i = 0; i < ops::NUM_OP_TESTS + NUM_MODEL_TESTS; i++) {
-        const NamedTest* test = i < ops::NUM_OP_TESTS ? &ops::op_tests[i] : &model_tests[i - ops::NUM_OP_TESTS];
+    for (int i = 0; i < ops::NUM_OP_TESTS + NUM_MODEL_TESTS + NUM_RANK_TESTS; i++) {
+        const NamedTest* test = test_at(i);
         if (strstr(test->name, filter) == NULL) { continue; }
 #ifndef __CUDACC__
         if (strstr(test->name, "_gpu") != NULL || strstr(test->name, "_cudnn") != NULL) {
             continue;
         } // of the other binary
 #endif
-        unit_run_named(test->name, test->run);
+        team_run(test);
     }
     if (ops::op_floors.skip == NULL) {
         ops::op_floors.subject->device_close(ops::op_floors.subject_device);
         ops::op_floors.reference->device_close(ops::op_floors.reference_device);
     }
+    team_leave();
     return unit_report();
 }

@@ -316,6 +316,22 @@ typedef struct {
     void (*launch_early)(void* session, int on); // see launch in gpu.cuh; the CPU has nothing to launch
     int (*save)(void* session, const char* folder); // a training checkpoint; 1: it is complete
     int (*load)(void* session, const char* folder); // go on from the newest there; returns its step
+
+    // On several ranks (test_ranks.h). Sessions of num_ranks ranks, 1 or all that were started; the GPU is `device`.
+    // All of these but poke, param, weight and the hashes are collective, and so are step, forward, validate and
+    // weights, which fills rank 0's arrays only.
+    void* (*open_rank)(const char* flags, const float* weights, const int* tokens, int num_tokens, int num_ranks,
+                       int device);
+    void (*local_grads)(void* session, float* grads); // (num_parameters) of this rank's next micro-batch
+    void (*reduce)(void* session, float* grads); // (num_parameters) this rank's -> what the exchange leaves in them
+    HostState (*norm)(void* session, const float* grads, float loss); // of this rank's share of the loss
+    void (*set_state)(void* session, const float* master, const float* m, const float* v); // (num_parameters) each
+    void (*settle)(void* session);                            // every weight that travels arrives
+    uint64_t (*state_hash)(void* session);                    // of this rank's master, m and v
+    uint64_t (*weights_hash)(void* session);                  // of all that the passes read of the weights
+    void (*param)(void* session, int tensor, float* values);  // the BF16 copy, all layers, of no linear's weight
+    // Block `layer`'s linear (or the FP8 head, layer L): 1 and its codes, or 0 and its BF16 copy
+    int (*weight)(void* session, int layer, int linear, uint8_t* data, uint8_t* transposed, float* wide);
 } Floor;
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -442,7 +442,8 @@ static void probe_write_shard(char* path, size_t path_bytes, const int* tokens, 
     fclose_or_die(f, path);
 }
 
-static void* probe_open(const char* flags, const float* weights, const int* tokens, int num_tokens, int num_threads) {
+static void* probe_session(const char* flags, const float* weights, const int* tokens, int num_tokens, int num_threads,
+                           int device) {
     Session* s = (Session*)calloc_or_die(1, sizeof(Session));
     probe_write_shard(s->shard, sizeof(s->shard), tokens, num_tokens);
     char* argv[64] = {(char*)"test_gpt_fp8", (char*)"--train-data", s->shard, (char*)"--autotune", (char*)"off"};
@@ -457,19 +458,38 @@ static void* probe_open(const char* flags, const float* weights, const int* toke
     int saved = quiet_begin();
     s->comm = comm_create(&argc, &arguments);
     config_finish(&s->train, &s->config, comm_num_ranks(s->comm), comm_rank(s->comm));
-    DeviceOptions options = {0, num_threads, s->train.precision == PRECISION_FP32, (AttentionKind)s->train.attention};
+    DeviceOptions options = {device, num_threads, s->train.precision == PRECISION_FP32,
+                             (AttentionKind)s->train.attention};
     s->dev = device_create(options);
     comm_connect(s->comm, s->dev);
     set_matmul(s->dev, &s->train);
     model_create(&s->model, s->dev, s->comm, s->config, &s->train);
     model_set_weights(&s->model, weights);
     quiet_end(saved);
-    DataOptions data = {s->train.batch_size, s->train.seq_len, 0, 1, s->config.vocab_size, DATA_IN_ORDER, 42};
+    DataOptions data = {s->train.batch_size,      s->train.seq_len, comm_rank(s->comm), comm_num_ranks(s->comm),
+                        s->config.vocab_size, DATA_IN_ORDER,    42};
     dataloader_open(&s->run.train_loader, s->shard, data);
     dataloader_open(&s->run.val_loader, s->shard, data);
     s->run.has_train = s->run.has_val = 1;
     save_open(&s->run.save, s->dev, s->comm, &s->run.logger, &s->train, state_ranges(&s->model, 1));
     return s;
+}
+
+static void* probe_open(const char* flags, const float* weights, const int* tokens, int num_tokens, int num_threads) {
+    return probe_session(flags, weights, tokens, num_tokens, num_threads, 0);
+}
+
+// MPI runs already. That it should be used, comm_create reads off the launcher's variables, which main has taken away.
+static void* probe_open_rank(const char* flags, const float* weights, const int* tokens, int num_tokens, int num_ranks,
+                             int device) {
+    char count[16];
+    snprintf(count, sizeof(count), "%d", num_ranks);
+    setenv("OMPI_COMM_WORLD_SIZE", count, 1);
+    void* session = probe_session(flags, weights, tokens, num_tokens, 1, device);
+    unsetenv("OMPI_COMM_WORLD_SIZE");
+    check(comm_num_ranks(((Session*)session)->comm) == num_ranks, "test: a session of %d ranks, want %d",
+          comm_num_ranks(((Session*)session)->comm), num_ranks);
+    return session;
 }
 
 static void probe_close(void* session) {
@@ -524,11 +544,15 @@ static void probe_grads(void* session, float* grads) {
 }
 
 static void probe_weights(void* session, float* master, float* m, float* v) {
-    Session* s = (Session*)session;
-    size_t bytes = s->model.table.num_parameters * sizeof(float);
-    if (master != NULL) { device_copy_out(s->dev, master, s->model.master, bytes); }
-    if (m != NULL) { device_copy_out(s->dev, m, s->model.m, bytes); }
-    if (v != NULL) { device_copy_out(s->dev, v, s->model.v, bytes); }
+    Model* model = &((Session*)session)->model;
+    const float* from[] = {model->master, model->m, model->v};
+    float* to[] = {master, m, v};
+    for (int i = 0; i < 3; i++) {
+        if (to[i] == NULL) { continue; }
+        float* values = collect_state(model, from[i]);
+        if (values != NULL) { memcpy(to[i], values, model->table.num_parameters * sizeof(float)); }
+        free(values);
+    }
 }
 
 static int probe_slots(void* session, ScaleSlot* slots) {
@@ -586,6 +610,132 @@ static void probe_launch_early(void* session, int on) {
 #endif
 }
 
+// The backward pass of one micro-batch, nothing exchanged.
+static void probe_local_grads(void* session, float* grads) {
+    Session* s = (Session*)session;
+    Model* model = &s->model;
+    int B = model->B, T = model->T;
+    zero_small_gradients(model);
+    set_scaling(model, model->slots_warming > 0, 1);
+    model->accumulate = 0;
+    stage_batch(model, &model->looked_at, &s->run.train_loader);
+    TokenIndex index = upload_batch(model, &model->looked_at);
+    gpt_forward(model, model->batch.tokens, B, T);
+    gpt_loss(model, model->batch.targets, loss_weight(model), 1, B * T);
+    gpt_backward(model, index, 0, B, T);
+    probe_grads(session, grads);
+}
+
+// The buffers of the exchange hold NaN, so that what was not sent, or not waited for, is seen.
+static void probe_reduce(void* session, float* grads) {
+    Session* s = (Session*)session;
+    Exchange* x = &s->model.exchange;
+    char* poison = (char*)malloc_or_die(x->pool_bytes);
+    memset(poison, 0xFF, x->pool_bytes);
+    device_copy_in(s->dev, x->pool, poison, x->pool_bytes);
+    device_copy_in(s->dev, s->model.grads, grads, s->model.table.num_parameters * sizeof(float));
+    device_zero(s->dev, s->model.state, sizeof(StepState));
+    for (int l = 0; l <= s->config.num_layers; l++) {
+        exchange_bucket(x, s->model.grads);
+    }
+    exchange_finish(x, s->model.grads);
+    probe_grads(session, grads);
+    free(poison);
+}
+
+static HostState probe_norm(void* session, const float* grads, float loss) {
+    Session* s = (Session*)session;
+    StepState state;
+    memset(&state, 0, sizeof(state));
+    state.loss = loss;
+    device_copy_in(s->dev, s->model.grads, grads, s->model.table.num_parameters * sizeof(float));
+    device_copy_in(s->dev, s->model.state, &state, sizeof(state));
+    device_sync(s->dev);
+    exchange_norm(&s->model.exchange, s->model.state, s->model.grads, s->model.table.num_parameters);
+    state = read_state(&s->model);
+    HostState told = {state.loss, state.grad_norm, state.skip, state.slots_warming, state.saturated};
+    return told;
+}
+
+static void probe_set_state(void* session, const float* master, const float* m, const float* v) {
+    Model* model = &((Session*)session)->model;
+    StateRanges ranges = state_ranges(model, 0);
+    load_from_host(model->dev, model->master, &ranges, master);
+    load_from_host(model->dev, model->m, &ranges, m);
+    load_from_host(model->dev, model->v, &ranges, v);
+    state_ranges_free(&ranges);
+}
+
+static void probe_settle(void* session) {
+    Model* model = &((Session*)session)->model;
+    want_weights(model, model->config.num_layers);
+    device_sync(model->dev);
+}
+
+static uint64_t probe_hash(Device* dev, uint64_t hash, const void* p, size_t bytes) {
+    if (p == NULL) { return hash; }
+    void* host = malloc_or_die(bytes);
+    device_copy_out(dev, host, p, bytes);
+    hash = config_fnv1a(hash, host, bytes);
+    free(host);
+    return hash;
+}
+
+static uint64_t probe_state_hash(void* session) {
+    Model* model = &((Session*)session)->model;
+    size_t bytes = state_elements(model) * sizeof(float);
+    uint64_t hash = probe_hash(model->dev, 0xcbf29ce484222325ull, model->master, bytes);
+    return probe_hash(model->dev, probe_hash(model->dev, hash, model->m, bytes), model->v, bytes);
+}
+
+static uint64_t probe_weight_hash(Device* dev, uint64_t hash, const E4m3Tensor* w, size_t n) {
+    hash = probe_hash(dev, hash, w->wide, n * sizeof(bf16));
+    hash = probe_hash(dev, probe_hash(dev, hash, w->data, n), w->transposed, n);
+    if (w->slot == NULL) { return hash; }
+    ScaleSlot slot;
+    device_copy_out(dev, &slot, w->slot, sizeof(slot));
+    hash = config_fnv1a(hash, &slot.scale, sizeof(slot.scale));
+    return config_fnv1a(hash, &slot.descale, sizeof(slot.descale));
+}
+
+static uint64_t probe_weights_hash(void* session) {
+    Model* model = &((Session*)session)->model;
+    uint64_t hash = 0xcbf29ce484222325ull;
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &model->table.tensor[t];
+        if (!spec->is_linear) {
+            hash = probe_hash(model->dev, hash, model->params[t], spec->layers * spec->n * sizeof(bf16));
+        }
+    }
+    for (int l = 0; l < model->config.num_layers; l++) {
+        for (int k = 0; k < NUM_LINEARS; k++) {
+            hash = probe_weight_hash(model->dev, hash, &model->w[l].w[k],
+                                     model->table.tensor[linear_weight_tensor[k]].n);
+        }
+    }
+    return probe_weight_hash(model->dev, hash, &model->head.w, model->table.tensor[TENSOR_WTE].n);
+}
+
+static void probe_param(void* session, int tensor, float* values) {
+    Model* model = &((Session*)session)->model;
+    const TensorSpec* spec = &model->table.tensor[tensor];
+    bf16_to_host(model->dev, values, model->params[tensor], spec->layers * spec->n);
+}
+
+static int probe_weight(void* session, int layer, int linear, uint8_t* data, uint8_t* transposed, float* wide) {
+    Model* model = &((Session*)session)->model;
+    int is_head = layer == model->config.num_layers;
+    const E4m3Tensor* w = is_head ? &model->head.w : &model->w[layer].w[linear];
+    size_t n = model->table.tensor[is_head ? TENSOR_WTE : linear_weight_tensor[linear]].n;
+    if (w->data == NULL) {
+        bf16_to_host(model->dev, wide, w->wide, n);
+        return 0;
+    }
+    device_copy_out(model->dev, data, w->data, n);
+    device_copy_out(model->dev, transposed, w->transposed, n);
+    return 1;
+}
+
 #ifdef CPU_FLOOR
 #define PROBE_FLOOR_NAME "CPU"
 #else
@@ -596,7 +746,9 @@ static const Floor probe_floor = {PROBE_FLOOR_NAME, probe_device_open, probe_dev
                                   probe_op,         probe_open,        probe_close,        probe_step,
                                   probe_validate,   probe_forward,     probe_grads,        probe_weights,
                                   probe_slots,      probe_set_weights, probe_poke,        probe_launch_early,
-                                  probe_save,       probe_load};
+                                  probe_save,       probe_load,        probe_open_rank,   probe_local_grads,
+                                  probe_reduce,     probe_norm,        probe_set_state,   probe_settle,
+                                  probe_state_hash, probe_weights_hash, probe_param,      probe_weight};
 
 #undef PROBE_FLOOR_NAME
 #undef PROBE_GUARD

@@ -124,6 +124,7 @@ if make --no-print-directory -s -j2 cpu tools test_gpt_fp8_cpu >"$logs/build.log
     part cpu-checkpoints scripts/test_cpu_checkpoints.sh
     part cpu-ranks scripts/test_cpu_ranks.sh
     part cpu-model ./test_gpt_fp8_cpu
+    part cpu-model-ranks scripts/test_cpu_model_ranks.sh
 else
     part build sh -c "tail -n 40 '$logs/build.log'; echo '0 passed, 1 failed, 0 skipped'; exit 1"
 fi
