@@ -40,6 +40,7 @@
 #include "lib/scaling.h"
 #include "lib/rng.h"
 #include "lib/config.h"
+#include "lib/agree.h"
 #include "lib/tensors.h"
 #include "lib/shards.h"
 #include "lib/grad_mu.h"
