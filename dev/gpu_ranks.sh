@@ -139,10 +139,10 @@ part_speed-d48() { speed d48 32 0.97; }
 
 # As if between hosts: NCCL over sockets, a small batch. BF16 on the wire is a BF16 run: gradients and weights.
 part_sockets() {
-    local flags=(-e d12 -b 4 -d $((4096 * ranks)) -v 0 -x 24 -l 0.0001 -k constant) ms=()
+    local flags=(-e d12 -b 2 -d $((2048 * ranks)) -v 0 -x 24 -l 0.0001 -k constant) ms=()
     export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo
-    go sockets_fp8 "$ranks" "${flags[@]}" --fp8-lm-head 1
-    go sockets_bf16 "$ranks" "${flags[@]}" --precision bf16 -x 8
+    go sockets_fp8 "$ranks" "${flags[@]}"
+    go sockets_bf16 "$ranks" "${flags[@]}" --precision bf16 -x 12
     unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME
     ms=("$(median sockets_bf16 ms 3)" "$(median sockets_fp8 ms 18)")
     row "sockets, d12, $ranks ranks: ms per step, BF16 / FP8" \
@@ -150,15 +150,19 @@ part_sockets() {
         "$(holds "${ms[0]} / ${ms[1]} >= 1.6")" "at least 1.6"
 }
 
-# Validation loss after 600 steps on the corpus, by the gradients' format, same seed.
+# Validation loss after 600 steps on the corpus, by the gradients' format, same seed (SEEDS, FORMATS: which).
 part_curves() {
-    local flags=(-e d12 -b 32 -d 131072 -x 600 -l 0.0018 -u 60 -q 0.1 -c 0.1 -v 600 -m 3) format truth loss
-    for format in ${FORMATS:-fp32 fp8 fp8-allreduce}; do
-        go "curve_$format" "$ranks" "${flags[@]}" --grad-reduce "$format"
-        loss=$(last_val "curve_$format")
-        truth=${truth:-$loss}
-        row "d12, 600 steps, gradients in $format: loss, - first" "$loss $(awk "BEGIN { printf \"%+.4f\", $loss - $truth }")" \
-            "$(holds "$loss - $truth <= 0.005 && $truth - $loss <= 0.005")" "within 0.005"
+    local flags=(-e d12 -b 32 -d 131072 -x 600 -l 0.0006 -u 60 -q 0.1 -c 0.1 -v 600 -m 3) format seed truth loss
+    for seed in ${SEEDS:-42}; do
+        truth=
+        for format in ${FORMATS:-fp32 fp8 fp8-allreduce}; do
+            go "curve_${format}_$seed" "$ranks" "${flags[@]}" --grad-reduce "$format" --seed "$seed"
+            loss=$(last_val "curve_${format}_$seed")
+            truth=${truth:-$loss}
+            row "d12, 600 steps, seed $seed, gradients in $format: loss" \
+                "$loss $(awk "BEGIN { printf \"%+.4f\", $loss - $truth }")" \
+                "$(holds "$loss - $truth <= 0.005 && $truth - $loss <= 0.005")" "within 0.005 of the first"
+        done
     done
 }
 
