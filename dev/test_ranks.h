@@ -297,6 +297,32 @@ static void ranks_craft(float* grads, size_t n) {
     }
 }
 
+// Gradients that are not finite, on the last rank alone and in rank 0's slices: their owner's sums, or with
+// --zero-stage 0 and fp8-allreduce everybody's, are not finite either, so that the norm is not. Other pieces keep clear
+// of it.
+static void ranks_damaged_gradient(const Floor* floor, void* session, float* grads, int everywhere) {
+    ParameterTable table = parameter_table(ranks_model.config);
+    const TensorName damaged[] = {TENSOR_WPE, TENSOR_LN2B, TENSOR_FCW};
+    const float values[] = {NAN, -INFINITY, INFINITY};
+    ranks_craft(grads, table.num_parameters);
+    for (int i = 0; i < 3 && team.rank == team.num_ranks - 1; i++) {
+        grads[table.tensor[damaged[i]].offset + 5] = values[i];
+    }
+    floor->reduce(session, grads);
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &table.tensor[t];
+        int is_damaged = t == damaged[0] || t == damaged[1] || t == damaged[2];
+        if (is_damaged && (team.rank == 0 || everywhere)) {
+            expect(!isfinite(grads[spec->offset + 5]), "%s: a gradient that is not finite on rank %d became %g",
+                   spec->name, team.num_ranks - 1, (double)grads[spec->offset + 5]);
+        }
+        for (size_t k = is_damaged ? spec->n : 0; k < (size_t)spec->layers * spec->n; k++) {
+            expect(isfinite(grads[spec->offset + k]), "%s: gradient %zu became %g", spec->name, k,
+                   (double)grads[spec->offset + k]);
+        }
+    }
+}
+
 static void ranks_gradients_on(const Floor* floor, RankFormat format) {
     if (!team_can_use(floor)) { return; }
     size_t N = parameter_table(ranks_model.config).num_parameters;
@@ -335,6 +361,7 @@ static void ranks_gradients_on(const Floor* floor, RankFormat format) {
             expect(format.format != GRAD_REDUCE_FP8 || memcmp(got, again, N * sizeof(float)) == 0,
                    "the second time the sums are others");
         }
+        ranks_damaged_gradient(floor, session, local, !zero_stage || format.format == GRAD_REDUCE_FP8_ALLREDUCE);
         floor->close(session);
         arena_free(&arena);
     }
