@@ -709,21 +709,20 @@ static void quantize_slices(Model* model) {
 // comm_end; with block 0's go the BF16 parameters of all blocks.
 static void gather_weights(Model* model, int l) {
     Exchange* x = &model->exchange;
-    if (l == 0) { exchange_params_gather(x); }
-    if (l == model->config.num_layers) {
-        if (model->head.w.data == NULL) { return; }
-        exchange_gather(x, model->head.w.data, slice_elements(model->table.tensor[TENSOR_WTE].n, x->num_ranks));
-        return;
+    CommGather gathers[NUM_LINEARS + 1];
+    int n = 0;
+    if (l == 0) { gathers[n++] = exchange_params_gather(x); }
+    if (l == model->config.num_layers && model->head.w.data != NULL) {
+        size_t slice = slice_elements(model->table.tensor[TENSOR_WTE].n, x->num_ranks);
+        gathers[n++] = exchange_gather_of(x, model->head.w.data, slice * sizeof(e4m3));
     }
-    for (int k = 0; k < NUM_LINEARS; k++) {
+    for (int k = 0; k < NUM_LINEARS && l < model->config.num_layers; k++) {
         const E4m3Tensor* w = &model->w[l].w[k];
         size_t slice = slice_elements(model->table.tensor[linear_weight_tensor[k]].n, x->num_ranks);
-        if (w->data != NULL) {
-            exchange_gather(x, w->data, slice * sizeof(e4m3));
-        } else {
-            exchange_gather(x, w->wide, slice * sizeof(bf16));
-        }
+        gathers[n++] = w->data != NULL ? exchange_gather_of(x, w->data, slice * sizeof(e4m3))
+                                       : exchange_gather_of(x, w->wide, slice * sizeof(bf16));
     }
+    comm_all_gathers(model->comm, model->dev, gathers, n);
 }
 
 // They are here: what every rank makes of them itself.

@@ -318,16 +318,29 @@ void comm_all_to_all(Comm* comm, Device* dev, void* recv, const void* send, size
     comm_op_end(comm, number);
 }
 
-void comm_all_gather(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank) {
+void comm_all_gathers(Comm* comm, Device* dev, const CommGather* gathers, int n) {
     int ranks = comm->ranks.num_ranks;
-    if (bytes_per_rank == 0) { return; }
-    if (ranks == 1) {
-        comm_copy(dev, recv, send, bytes_per_rank);
-        return;
+    uint64_t bytes = 0;
+    for (int i = 0; i < n; i++) {
+        const CommGather* g = &gathers[i];
+        if (ranks == 1) { comm_copy(dev, g->recv, g->send, g->bytes_per_rank); }
+        bytes += g->bytes_per_rank;
     }
-    uint64_t number = comm_op_begin(comm, COMM_ALL_GATHER, (uint64_t)(ranks - 1) * bytes_per_rank);
-    nccl_check(comm, ncclAllGather(send, recv, bytes_per_rank, ncclUint8, comm->nccl, comm->stream));
+    if (ranks == 1 || bytes == 0) { return; }
+    uint64_t number = comm_op_begin(comm, COMM_ALL_GATHER, (uint64_t)(ranks - 1) * bytes);
+    nccl_check(comm, ncclGroupStart());
+    for (int i = 0; i < n; i++) {
+        const CommGather* g = &gathers[i];
+        if (g->bytes_per_rank == 0) { continue; }
+        nccl_check(comm, ncclAllGather(g->send, g->recv, g->bytes_per_rank, ncclUint8, comm->nccl, comm->stream));
+    }
+    nccl_check(comm, ncclGroupEnd());
     comm_op_end(comm, number);
+}
+
+void comm_all_gather(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank) {
+    CommGather gather = {recv, send, bytes_per_rank};
+    comm_all_gathers(comm, dev, &gather, 1);
 }
 
 static inline void comm_reduce_scatter(Comm* comm, Device* dev, void* recv, const void* send, size_t n_per_rank,

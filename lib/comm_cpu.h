@@ -149,17 +149,30 @@ void comm_all_to_all(Comm* comm, Device* dev, void* recv, const void* send, size
     comm_op_end(comm);
 }
 
-void comm_all_gather(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank) {
-    size_t rank = (size_t)comm->ranks.rank, ranks = (size_t)comm->ranks.num_ranks, n = bytes_per_rank;
-    if (n == 0) { return; }
-    if ((char*)recv + rank * n != (const char*)send) { memcpy((char*)recv + rank * n, send, n); }
-    if (ranks == 1) { return; }
-    comm_op_begin(comm, dev, COMM_ALL_GATHER, (ranks - 1) * n);
-    for (size_t k = 1; k < ranks; k++) {
-        size_t to = (rank + k) % ranks, from = (rank + ranks - k) % ranks;
-        comm_swap(comm, (char*)recv + from * n, (int)from, (const char*)recv + rank * n, (int)to, n);
+void comm_all_gathers(Comm* comm, Device* dev, const CommGather* gathers, int n) {
+    size_t rank = (size_t)comm->ranks.rank, ranks = (size_t)comm->ranks.num_ranks, bytes = 0;
+    for (int i = 0; i < n; i++) {
+        const CommGather* g = &gathers[i];
+        char* own = (char*)g->recv + rank * g->bytes_per_rank;
+        if (own != (const char*)g->send) { memcpy(own, g->send, g->bytes_per_rank); }
+        bytes += g->bytes_per_rank;
+    }
+    if (ranks == 1 || bytes == 0) { return; }
+    comm_op_begin(comm, dev, COMM_ALL_GATHER, (ranks - 1) * bytes);
+    for (int i = 0; i < n; i++) {
+        char* recv = (char*)gathers[i].recv;
+        size_t each = gathers[i].bytes_per_rank;
+        for (size_t k = 1; k < ranks; k++) {
+            size_t to = (rank + k) % ranks, from = (rank + ranks - k) % ranks;
+            comm_swap(comm, recv + from * each, (int)from, recv + rank * each, (int)to, each);
+        }
     }
     comm_op_end(comm);
+}
+
+void comm_all_gather(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank) {
+    CommGather gather = {recv, send, bytes_per_rank};
+    comm_all_gathers(comm, dev, &gather, 1);
 }
 
 // The bits of a float that holds a BF16 value, and back.

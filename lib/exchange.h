@@ -303,9 +303,10 @@ static inline size_t exchange_shard_at(const Bucket* bucket, const Piece* piece)
     return bucket->shard_at + piece->at;
 }
 
-// Between comm_begin and comm_end: `data` (num_ranks, slice_bytes) holds this rank's slice, and gets all.
-static inline void exchange_gather(Exchange* x, void* data, size_t slice_bytes) {
-    comm_all_gather(x->comm, x->dev, data, (char*)data + (size_t)x->rank * slice_bytes, slice_bytes);
+// `data` (num_ranks, slice_bytes) holds this rank's slice, and is to get all.
+static inline CommGather exchange_gather_of(const Exchange* x, void* data, size_t slice_bytes) {
+    CommGather gather = {data, (char*)data + (size_t)x->rank * slice_bytes, slice_bytes};
+    return gather;
 }
 
 // The BF16 parameters that every rank has updated its slices of (embeddings, LayerNorms, biases), to all: pack before
@@ -318,8 +319,9 @@ static inline bf16* exchange_params_gathered(Exchange* x) {
     return (bf16*)(x->pool + memory_aligned(x->param_chunk * sizeof(bf16)));
 }
 
-static inline void exchange_params_gather(Exchange* x) {
-    comm_all_gather(x->comm, x->dev, exchange_params_gathered(x), x->pool, x->param_chunk * sizeof(bf16));
+static inline CommGather exchange_params_gather(Exchange* x) {
+    CommGather gather = {exchange_params_gathered(x), x->pool, x->param_chunk * sizeof(bf16)};
+    return gather;
 }
 
 static inline void exchange_params_unpack(Exchange* x) {

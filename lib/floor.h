@@ -417,6 +417,13 @@ void comm_end(Comm* comm, Device* dev);
 void comm_all_to_all(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank);
 // recv (num_ranks, bytes_per_rank) = every rank's send (bytes_per_rank); in place when send is this rank's part of recv
 void comm_all_gather(Comm* comm, Device* dev, void* recv, const void* send, size_t bytes_per_rank);
+// n of them at once, as one collective: small ones do not wait for each other
+typedef struct {
+    void* recv;
+    const void* send;
+    size_t bytes_per_rank;
+} CommGather;
+void comm_all_gathers(Comm* comm, Device* dev, const CommGather* gathers, int n);
 // recv (n_per_rank) = sum over ranks of their send[this rank]; send (num_ranks, n_per_rank), not changed except in
 // place, when recv is this rank's part of it. GPU: NCCL's order and roundings. CPU: FP32 in rank order, rounded once
 void comm_reduce_scatter_bf16(Comm* comm, Device* dev, bf16* recv, const bf16* send, size_t n_per_rank);

@@ -135,6 +135,44 @@ static void test_all_gather(void) {
     }
 }
 
+// Several at once, of unlike sizes, one of them empty: every one as if it were alone, and all together one collective.
+static void test_all_gathers(void) {
+    enum { GATHERS = 4 };
+    static const size_t sizes[GATHERS] = {4097, 0, 16, 70001};
+    int rank = comm_rank(comm), ranks = comm_num_ranks(comm);
+    CommGather gathers[GATHERS];
+    uint64_t bytes = 0;
+    for (int g = 0; g < GATHERS; g++) {
+        unsigned char* recv = (unsigned char*)malloc_or_die(sizes[g] * (size_t)ranks + 1);
+        memset(recv, 0xEE, sizes[g] * (size_t)ranks + 1);
+        for (size_t i = 0; i < sizes[g]; i++) {
+            recv[(size_t)rank * sizes[g] + i] = byte_of(rank, g, i);
+        }
+        CommGather gather = {recv, recv + (size_t)rank * sizes[g], sizes[g]};
+        gathers[g] = gather;
+        bytes += (uint64_t)(ranks - 1) * sizes[g];
+    }
+    comm_take_stats(comm);
+    comm_begin(comm, &device);
+    comm_all_gathers(comm, &device, gathers, GATHERS);
+    comm_end(comm, &device);
+    CommStats stats = comm_take_stats(comm);
+    expect(stats.bytes == bytes && stats.ops[COMM_ALL_GATHER].calls == (ranks > 1), "all-gathers: %llu bytes in %llu "
+           "collectives, want %llu in %d", (unsigned long long)stats.bytes,
+           (unsigned long long)stats.ops[COMM_ALL_GATHER].calls, (unsigned long long)bytes, ranks > 1);
+    for (int g = 0; g < GATHERS; g++) {
+        unsigned char* recv = (unsigned char*)gathers[g].recv;
+        size_t n = sizes[g], total = n * (size_t)ranks;
+        for (size_t i = 0; i < total; i++) {
+            unsigned char want = byte_of((int)(i / n), g, i % n);
+            expect(recv[i] == want, "all-gather %d of %d: byte %zu of rank %zu is %d, want %d", g, GATHERS, i % n, i / n,
+                   recv[i], want);
+        }
+        expect(recv[total] == 0xEE, "all-gather %d of %d wrote behind its end", g, GATHERS);
+        free(recv);
+    }
+}
+
 // BF16 as the CPU floor holds it, in --precision fp32 not rounded. In place and not.
 static void reduce_scatter_case(size_t n, int narrow, int in_place, int fp32) {
     int rank = comm_rank(comm), ranks = comm_num_ranks(comm);
@@ -484,6 +522,7 @@ int main(int argc, char** argv) {
     unit_run(test_max_and_host);
     unit_run(test_all_to_all);
     unit_run(test_all_gather);
+    unit_run(test_all_gathers);
     unit_run(test_reduce_scatter);
     unit_run(test_all_reduce_e4m3);
     unit_run(test_stats);
