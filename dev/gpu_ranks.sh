@@ -64,9 +64,9 @@ PYTHON
 last_val() { sed -n 's/^s:[0-9]* tel://p' "$work/$1/main.log" | tail -n 1; }
 
 # 20 steps on one batch, which is the same for any number of ranks (otherwise every rank draws an order of its own, as
-# in llm.c). Every format rounds its own way, so what is wanted is what rounding noise does to 20 steps: see below.
+# in llm.c), at a learning rate that does not blow up the difference of two roundings: 0.0006 makes 0.04 of it.
 part_same() {
-    local flags=(-e d12 -b 8 -d 32768 -x 20 -v 0 -a 1 -l 0.0006 -u 10 -c 0.1 -k constant) n kind
+    local flags=(-e d12 -b 8 -d 32768 -x 20 -v 0 -a 1 -l 0.0001 -u 10 -c 0.1 -k constant) n kind
     CUDA_VISIBLE_DEVICES=0 go one 1 "${flags[@]}"
     CUDA_VISIBLE_DEVICES=0 go one_again 1 "${flags[@]}" -b 4
     local own
@@ -79,7 +79,7 @@ part_same() {
             read -r format z <<<"$kind"
             go "same_${n}_${format}_$z" "$n" "${flags[@]}" --grad-reduce "$format" -z "$z"
             read -r loss norm <<<"$(differences one "same_${n}_${format}_$z")"
-            row "$n GPUs, $format, -z $z: loss, norm differ by" "$loss $norm" "$(holds "$loss < 0.03")" "loss within 0.03"
+            row "$n GPUs, $format, -z $z: loss, norm differ by" "$loss $norm" "$(holds "$loss < 0.01")" "loss within 0.01"
         done
     done
     go again "$ranks" "${flags[@]}" --grad-reduce fp8
@@ -89,7 +89,7 @@ part_same() {
 
 # A checkpoint of all ranks continued on as many, on half of them and on one; on as many with the same bits.
 part_resume() {
-    local flags=(-e d12 -b 4 -d 32768 -v 0 -m 2 -a 1 -l 0.0006 -u 10 -c 0.1 -k constant -n 20 -x 40) n file same
+    local flags=(-e d12 -b 4 -d 32768 -v 0 -m 2 -a 1 -l 0.0001 -u 10 -c 0.1 -k constant -n 20 -x 40) n file same
     go whole "$ranks" "${flags[@]}"
     for n in "$ranks" $((ranks / 2)) 1; do
         cp -r "$work/whole" "$work/on_$n"
@@ -103,7 +103,7 @@ part_resume() {
             row "$ranks GPUs, 40 steps = 20 + 20: all shards, model.bin" "" "$same" "the same bits"
         else
             read -r loss norm <<<"$(differences whole "on_$n")"
-            row "$ranks GPUs, continued on $n: loss, norm differ by" "$loss $norm" "$(holds "$loss < 0.03")" "loss within 0.03"
+            row "$ranks GPUs, continued on $n: loss, norm differ by" "$loss $norm" "$(holds "$loss < 0.01")" "loss within 0.01"
         fi
         rm -rf "${work:?}/on_$n/step_"*
     done
