@@ -323,6 +323,31 @@ static void ranks_damaged_gradient(const Floor* floor, void* session, float* gra
     }
 }
 
+// Which kind of tensor loses what: Euclidean errors of the sums, relative. all (num_ranks, N), got (N).
+static void ranks_print_errors(const float* all, const float* got, size_t N) {
+    static const char* const names[] = {"matrices", "wte", "wpe", "layernorm", "biases"};
+    enum { KINDS = 5 };
+    double differences[KINDS] = {0.0}, norms[KINDS] = {0.0};
+    ParameterTable table = parameter_table(ranks_model.config);
+    for (int t = 0; t < NUM_TENSORS; t++) {
+        const TensorSpec* spec = &table.tensor[t];
+        int is_layernorm = strncmp(spec->name, "ln", 2) == 0;
+        int kind = spec->is_linear ? 0 : t == TENSOR_WTE ? 1 : t == TENSOR_WPE ? 2 : is_layernorm ? 3 : 4;
+        for (size_t i = spec->offset; i < spec->offset + (size_t)spec->layers * spec->n; i++) {
+            double truth = 0.0;
+            for (int r = 0; r < team.num_ranks; r++) {
+                truth += (double)all[(size_t)r * N + i];
+            }
+            differences[kind] += ((double)got[i] - truth) * ((double)got[i] - truth);
+            norms[kind] += truth * truth;
+        }
+    }
+    printf("      of a backward pass:");
+    for (int kind = 0; kind < KINDS; kind++) {
+        printf(" %s %.2g%s", names[kind], sqrt(differences[kind] / norms[kind]), kind + 1 < KINDS ? "," : "\n");
+    }
+}
+
 static void ranks_gradients_on(const Floor* floor, RankFormat format) {
     if (!team_can_use(floor)) { return; }
     size_t N = parameter_table(ranks_model.config).num_parameters;
@@ -347,6 +372,7 @@ static void ranks_gradients_on(const Floor* floor, RankFormat format) {
             for_each_piece(ranks_check_sums, &sums);
             expect(sums.worst > 0.25, "the bounds are loose: no element takes more than %.2f of its own", sums.worst);
             double off = team_sum(sums.difference), norm = team_sum(sums.norm);
+            if (team.rank == 0 && !crafted && zero_stage == 0) { ranks_print_errors(all, got, N); }
             if (team.rank == 0) {
                 printf("    %s, --zero-stage %d, %s: up to %.0f%% of the bound; %.2g off all in all\n", format.flag,
                        zero_stage, crafted ? "crafted gradients" : "a backward pass's", 100.0 * sums.worst,
