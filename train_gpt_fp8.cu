@@ -32,7 +32,6 @@
 #include "lib/tensors.h"     // defines: ParameterTable: name, shape, init, decay, place of every parameter tensor
 #include "lib/memory.h"      // defines: MemoryPlan
 #include "lib/dataloader.h"  // defines: DataLoader: .bin shards -> (B, T) inputs and targets
-#include "lib/token_index.h" // defines: token_index_build
 #include "lib/tokenizer.h"   // defines: Tokenizer: ids -> text
 #include "lib/sampler.h"     // defines: sample_token
 #include "lib/schedule.h"    // defines: schedule_learning_rate
@@ -71,7 +70,8 @@
 #endif
 #include "lib/exchange.h" // defines: Exchange: gradients and weights between ranks
 
-// checkpoints, between files and arrays on the device
+// between files and arrays on the device: tokens, checkpoints
+#include "lib/batch.h" // defines: Batch, BatchRing: micro-batches on their way to the device
 #include "lib/save.h" // defines: Save: a checkpoint on its way to disk while training goes on
 #include "lib/load.h" // defines: load_resumed, load_slots
 
@@ -145,13 +145,6 @@ typedef struct {
     e5m2* dy_col;    // (4C, BT) the same, transposed; (Vp, head_rows)
 } Scratch;
 
-// One micro-batch on the host (pinned) or on the device: five arrays in one block, so that one copy moves them.
-typedef struct {
-    int* tokens;  // (BT)
-    int* targets; // (BT)
-    TokenIndex index;
-} Batch;
-
 typedef struct {
     Device* dev;
     Comm* comm;
@@ -186,12 +179,7 @@ typedef struct {
     float* losses;              // (BT)
     Scratch scratch;
     Batch batch;                // on the device
-    Batch* staged;              // (grad_accum_steps + 1) pinned host copies, a ring: no micro-step waits for an earlier
-                                // one, and the next step's first batch is made while this step runs
-    int next_staged, is_staged; // where in the ring the next batch goes; is it there already?
-    Batch looked_at;            // one more, for evaluation
-    void* staging;
-    TokenCounter counter;
+    BatchRing batches;          // on the host, on their way there
     StepState* state;           // on the device
     void* workspace;
     size_t workspace_bytes;
@@ -200,7 +188,6 @@ typedef struct {
     int slots_warming;     // as of the last step: do producers have to measure first?
     int num_updates;       // AdamW's t
     AdamW rounding;        // seed, t, stochastic: how the BF16 parameters in memory were rounded
-    DataPosition staged_from; // where the loader stood before it gave the batch that is staged ahead
 } Model;
 
 static const TensorName linear_weight_tensor[NUM_LINEARS] = {TENSOR_QKVW, TENSOR_PROJW, TENSOR_FCW, TENSOR_FCPROJW};
@@ -242,15 +229,6 @@ static StateRanges state_ranges(const Model* model, int to_save) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // memory: every buffer is planned, the plan is shown and compared with the machine, then one block is allocated
-
-// The line of a batch's five arrays in its block of (5 BT + 1) ints.
-static size_t batch_bytes(size_t BT) { return (5 * BT + 1) * sizeof(int); }
-
-static Batch batch_at(void* block, size_t BT) {
-    int* p = (int*)block;
-    Batch batch = {p, p + BT, {p + 2 * BT, p + 3 * BT, p + 4 * BT, 0}};
-    return batch;
-}
 
 // Elements that a weight of n, gathered in place from slices, takes: those of the last ranks may reach beyond it.
 static size_t gathered_elements(const Model* model, size_t n) {
@@ -520,33 +498,24 @@ static void model_create(Model* model, Device* dev, Comm* comm, GptConfig config
     plan_place(&model->plan, model->memory);
     device_set_workspace(dev, model->workspace, model->workspace_bytes);
     model->scratch.dln = model->scratch.lnf; // the LM head's dgrad comes after its wgrad, chunk by chunk
-    size_t BT = (size_t)model->B * model->T;
-    model->batch = batch_at(model->batch.tokens, BT);
+    model->batch = batch_at(model->batch.tokens, (size_t)model->B * model->T);
     for (int l = 0; l < L; l++) {
         wire_layer(model, l);
     }
     wire_head(model);
     exchange_place(&model->exchange, &model->table, model->params, &model->state->saturated);
     init_slots(model);
-    model->counter = token_counter_create(config.vocab_size);
-    int ring = train->grad_accum_steps + 1;
-    model->staging = pinned_malloc(dev, ((size_t)ring + 1) * batch_bytes(BT));
-    model->staged = (Batch*)calloc_or_die((size_t)ring, sizeof(Batch));
-    for (int i = 0; i < ring; i++) {
-        model->staged[i] = batch_at((char*)model->staging + (size_t)i * batch_bytes(BT), BT);
-    }
-    model->looked_at = batch_at((char*)model->staging + (size_t)ring * batch_bytes(BT), BT);
+    model->batches = batch_ring_create(dev, model->B * model->T, train->grad_accum_steps, config.vocab_size,
+                                       train->overfit_single_batch);
 }
 
 static void model_free(Model* model) {
     if (model->memory != NULL) {
         device_release(model->dev, model->memory);
-        pinned_release(model->dev, model->staging);
-        token_counter_free(&model->counter);
+        batch_ring_free(&model->batches);
     }
     plan_free(&model->plan);
     exchange_free(&model->exchange);
-    free(model->staged);
     free(model->w);
     free(model->g);
     free(model->a);
@@ -943,41 +912,6 @@ static void gpt_backward(Model* model, TokenIndex index, int last_micro_step, in
 // ---------------------------------------------------------------------------------------------------------------------
 // one optimizer step
 
-// The loader's next micro-batch into the pinned buffer `host`.
-static void stage_batch(Model* model, Batch* host, DataLoader* loader) {
-    int BT = model->B * model->T;
-    dataloader_next(loader);
-    memcpy(host->tokens, loader->inputs, (size_t)BT * sizeof(int));
-    memcpy(host->targets, loader->targets, (size_t)BT * sizeof(int));
-    host->index.num_buckets = token_index_build(&model->counter, host->index.rows, host->index.bucket_token,
-                                                host->index.bucket_start, host->tokens, BT);
-}
-
-// Copy a staged micro-batch to the device. Returns the device's index.
-static TokenIndex upload_batch(Model* model, const Batch* host) {
-    device_copy_in(model->dev, model->batch.tokens, host->tokens, batch_bytes((size_t)model->B * model->T));
-    TokenIndex index = model->batch.index;
-    index.num_buckets = host->index.num_buckets;
-    return index;
-}
-
-// Make the first micro-batch of the next step, unless it is there. Between the queueing of a step and the wait for it
-// this costs nothing: the device is busy, and finds the next step's work sooner.
-// NOTE: the loader is then one batch ahead of what has been trained on.
-static void stage_ahead(Model* model, DataLoader* loader) {
-    if (model->is_staged) { return; }
-    cost_nobody(model->dev);
-    model->staged_from = loader->at;
-    if (model->train->overfit_single_batch) { dataloader_rewind(loader); }
-    stage_batch(model, &model->staged[model->next_staged], loader);
-    model->is_staged = 1;
-}
-
-// Where the data goes on: behind the last batch that was trained on.
-static DataPosition data_position(const Model* model, const DataLoader* loader) {
-    return model->is_staged ? model->staged_from : loader->at;
-}
-
 // Zeros for the gradients that every micro-step adds to. Those of the matrices and of the embedding, nearly all, are
 // overwritten by the first micro-step instead: 4 bytes per parameter less to write, and 4 less to read.
 static void zero_small_gradients(Model* model) {
@@ -998,16 +932,8 @@ static void accumulate_gradients(Model* model, DataLoader* loader) {
     device_zero(dev, model->state, sizeof(StepState));
     set_scaling(model, model->slots_warming > 0, 1);
     for (int i = 0; i < accum; i++) {
-        cost_nobody(dev);
         model->accumulate = i > 0;
-        if (i == 0) {
-            stage_ahead(model, loader);
-        } else {
-            stage_batch(model, &model->staged[model->next_staged], loader);
-        }
-        TokenIndex index = upload_batch(model, &model->staged[model->next_staged]);
-        model->next_staged = (model->next_staged + 1) % (accum + 1);
-        model->is_staged = 0;
+        TokenIndex index = batch_ring_next(&model->batches, &model->batch, loader, i == 0);
         gpt_forward(model, model->batch.tokens, B, T);
         gpt_loss(model, model->batch.targets, dloss, 1, BT);
         loss_add(dev, model->state, model->losses, dloss, (size_t)BT);
@@ -1049,7 +975,7 @@ static StepVerdict train_step(Model* model, DataLoader* loader, float learning_r
     }
     AdamW adamw = next_update(model, learning_rate);
     update(model, adamw, !outlier);
-    if (another_follows) { stage_ahead(model, loader); }
+    if (another_follows) { batch_ring_ahead(&model->batches, loader); }
     StepState state = read_state(model);
     if (!may_skip) {
         report->loss_z = outlier_update(loss_outliers, state.loss);
@@ -1079,9 +1005,8 @@ static float validate(Model* model, DataLoader* loader, int num_batches) {
     set_scaling(model, model->slots_warming > 0, 0);
     dataloader_rewind(loader);
     for (int i = 0; i < num_batches; i++) {
-        stage_batch(model, &model->looked_at, loader);
+        batch_ring_look(&model->batches, &model->batch, loader);
         device_zero(model->dev, model->state, sizeof(StepState));
-        upload_batch(model, &model->looked_at);
         gpt_forward(model, model->batch.tokens, model->B, model->T);
         gpt_loss(model, model->batch.targets, 0.0f, 0, BT);
         loss_add(model->dev, model->state, model->losses, factor, (size_t)BT);
@@ -1107,11 +1032,8 @@ static int sample_next(Model* model, const int* tokens, int t, float* logits, ui
     // a multiple of 64 rows, so that shapes repeat (plans are cached per shape) and FP8 products can take them
     int capacity = sample_capacity(model);
     int T = (t + 63) / 64 * 64 < capacity ? (t + 63) / 64 * 64 : capacity;
-    Batch* host = &model->looked_at;
-    for (int i = 0; i < T; i++) {
-        host->tokens[i] = i < t ? tokens[i] : tokens[t - 1]; // causal: what comes after t cannot be seen
-    }
-    device_copy_in(model->dev, model->batch.tokens, host->tokens, (size_t)T * sizeof(int));
+    // causal: what comes after t cannot be seen
+    batch_ring_look_at_text(&model->batches, &model->batch, tokens, t, T);
     gpt_forward(model, model->batch.tokens, 1, T);
     int rows = train->fp8_lm_head ? 16 : 1, row = (t - 1) / rows * rows; // FP8 products take multiples of 16 rows
     E4m3Tensor last = head_input(model, row, rows);
@@ -1258,7 +1180,7 @@ static RunState run_state_now(const Run* run, const Model* model, int steps_done
     s.stochastic = model->rounding.stochastic;
     run_state_set_shape(&s, &model->config);
     s.num_ranks = comm_num_ranks(model->comm);
-    run_state_set_data(&s, &run->train_loader, data_position(model, &run->train_loader));
+    run_state_set_data(&s, &run->train_loader, batch_ring_position(&model->batches, &run->train_loader));
     s.num_slots = model->num_slots;
     s.slot_bytes = sizeof(ScaleSlot);
     s.amax_history = model->recipe.history, s.amax_algo = model->recipe.algo, s.margin = model->recipe.margin;
@@ -1539,7 +1461,7 @@ static void export_llmc(Run* run, Model* model, int steps_done) {
     }
     if (comm_rank(model->comm) != 0) { return; }
     char why[WHY_BYTES];
-    DataPosition at = run->has_train ? data_position(model, &run->train_loader) : DataPosition();
+    DataPosition at = run->has_train ? batch_ring_position(&model->batches, &run->train_loader) : DataPosition();
     int error = llmc_write(train->export_llmc, &model->config, steps_done, arrays[0], arrays[1], arrays[2],
                            train->export_llmc_processes, run->has_train ? &run->train_loader : NULL, &at,
                            run->llmc_rng, why);

@@ -528,8 +528,7 @@ static void probe_forward(void* session, float* logits, float* losses) {
     check(model->head_rows >= BT, "test: logits of %d rows, %d are kept", BT, model->head_rows);
     dataloader_rewind(&s->run.val_loader);
     set_scaling(model, model->slots_warming > 0, 0);
-    stage_batch(model, &model->looked_at, &s->run.val_loader);
-    upload_batch(model, &model->looked_at);
+    batch_ring_look(&model->batches, &model->batch, &s->run.val_loader);
     gpt_forward(model, model->batch.tokens, model->B, model->T);
     gpt_loss(model, model->batch.targets, 0.0f, 0, BT);
     if (losses != NULL) { device_copy_out(s->dev, losses, model->losses, (size_t)BT * sizeof(float)); }
@@ -618,8 +617,7 @@ static void probe_local_grads(void* session, float* grads) {
     zero_small_gradients(model);
     set_scaling(model, model->slots_warming > 0, 1);
     model->accumulate = 0;
-    stage_batch(model, &model->looked_at, &s->run.train_loader);
-    TokenIndex index = upload_batch(model, &model->looked_at);
+    TokenIndex index = batch_ring_look(&model->batches, &model->batch, &s->run.train_loader);
     gpt_forward(model, model->batch.tokens, B, T);
     gpt_loss(model, model->batch.targets, loss_weight(model), 1, B * T);
     gpt_backward(model, index, 0, B, T);
