@@ -1284,23 +1284,6 @@ static void look_at_model(Run* run, Model* model, int step, int last_step) {
     }
 }
 
-// The first step that --profile looks at: none that plans products or, in FP8, whose producers run a measuring pass
-// first because scales are still warming up.
-static int profile_from(const TrainConfig* train) {
-    return train->precision == PRECISION_FP8 ? AMAX_WARMUP + 1 : 3;
-}
-
-// An empty profile that knows the linear layers by name.
-static void open_profile(Profile* profile, Chip chip, const GptConfig* config) {
-    int C = config->channels;
-    profile_open(profile, chip);
-    profile_name_linear(profile, "qkv", C, 3 * C);
-    profile_name_linear(profile, "proj", C, C);
-    profile_name_linear(profile, "fc", C, 4 * C);
-    profile_name_linear(profile, "fcproj", 4 * C, C);
-    profile_name_linear(profile, "head", C, config->padded_vocab_size);
-}
-
 // Why the run has to stop before the next step, which takes about next_s with what is to be looked at before it, the
 // same answer on every rank: a signal's number, -1: the time would be over, 0: it has not to.
 static int reason_to_stop(const Run* run, const Model* model, double next_s) {
@@ -1374,7 +1357,8 @@ static int train_loop(Run* run, Model* model) {
         report.step = step;
         report.tokens = tokens_after(run, train, step + 1);
         report.learning_rate = schedule_learning_rate(train, run->num_steps, step);
-        int profiled = step >= run->first_step + profile_from(train) && run->profile.num_steps < train->profile;
+        int profiled = step >= run->first_step + profile_skipped_steps(train) &&
+                       run->profile.num_steps < train->profile;
         if (profiled) { device_profile_begin(model->dev, &run->profile); }
         double start = seconds_now();
         StepVerdict verdict = train_step(model, &run->train_loader, report.learning_rate, step + 1 < run->num_steps,
@@ -1438,7 +1422,7 @@ static int train_loop(Run* run, Model* model) {
     }
     if (is_first_rank && train->profile > 0 && run->profile.num_steps == 0) {
         printf("no profile: %d steps, --profile looks at step %d and those after it\n", run->num_steps,
-               profile_from(train) + 1);
+               profile_skipped_steps(train) + 1);
     }
     int timed = end - run->first_step - 1;
     if (is_first_rank && timed > 0) {
@@ -1553,7 +1537,8 @@ int main(int argc, char** argv) {
     }
     Chip chip = device_chip(dev);
     run.step_floor_s = roofline_step_seconds(&chip, &config, &train);
-    open_profile(&run.profile, chip, &config);
+    profile_open(&run.profile, chip);
+    profile_name_linears(&run.profile, &config);
     Model model;
     model_create(&model, dev, comm, config, &train);
     int status = EXIT_SUCCESS;

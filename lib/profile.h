@@ -3,7 +3,7 @@
 //
 //     Profile profile;
 //     profile_open(&profile, chip);
-//     profile_name_linear(&profile, "fc", C, 4 * C);       // matrix products are called by their layer from here on
+//     profile_name_linears(&profile, &config);             // matrix products are called by their layer from here on
 //     ... each step: device_profile_begin(dev, &profile); the step; device_profile_end(dev); profile.wall_s += ...
 //     profile_print(stdout, &profile);
 //
@@ -15,6 +15,7 @@
 #include "check.h"
 
 #include "roofline.h"
+#include "scaling.h"
 
 enum { PROFILE_OPS = 64, PROFILE_LINEARS = 8, PROFILE_NAME = 32 };
 
@@ -52,6 +53,22 @@ static inline void profile_name_linear(Profile* profile, const char* name, int C
     profile->linears[profile->num_linears].name = name;
     profile->linears[profile->num_linears].C = C;
     profile->linears[profile->num_linears++].OC = OC;
+}
+
+// The names of all linear layers of a model.
+static inline void profile_name_linears(Profile* profile, const GptConfig* config) {
+    int C = config->channels;
+    profile_name_linear(profile, "qkv", C, 3 * C);
+    profile_name_linear(profile, "proj", C, C);
+    profile_name_linear(profile, "fc", C, 4 * C);
+    profile_name_linear(profile, "fcproj", 4 * C, C);
+    profile_name_linear(profile, "head", C, config->padded_vocab_size);
+}
+
+// How many steps --profile leaves out at the start of a process: those that plan products or, in FP8, whose producers
+// run a measuring pass first because scales are still warming up.
+static inline int profile_skipped_steps(const TrainConfig* train) {
+    return train->precision == PRECISION_FP8 ? AMAX_WARMUP + 1 : 3;
 }
 
 // The name given to that shape, or "matmul".

@@ -57,6 +57,38 @@ static void test_names(void) {
     expect(strcmp(profile_linear_name(&profile, 64, 64), "matmul") == 0, "a shape without a name");
 }
 
+// A model of 32 channels and 100 ids, padded to 128.
+static void test_names_of_a_model(void) {
+    Profile profile;
+    profile_open(&profile, a_chip());
+    GptConfig config = {64, 100, 128, 2, 2, 32};
+    profile_name_linears(&profile, &config);
+    const struct {
+        int C, OC;
+        const char* name;
+    } want[] = {{32, 96, "qkv"}, {32, 32, "proj"}, {32, 128, "fc"}, {128, 32, "fcproj"}, {32, 100, "matmul"}};
+    for (size_t i = 0; i < sizeof(want) / sizeof(want[0]); i++) {
+        const char* found = profile_linear_name(&profile, want[i].C, want[i].OC);
+        expect(strcmp(found, want[i].name) == 0, "%d to %d is '%s', want '%s'", want[i].C, want[i].OC, found,
+               want[i].name);
+    }
+    config.padded_vocab_size = 256;
+    profile_open(&profile, a_chip());
+    profile_name_linears(&profile, &config);
+    expect(strcmp(profile_linear_name(&profile, 32, 256), "head") == 0, "the LM head has the padded vocabulary");
+}
+
+// In FP8 every scale has to be a stored one.
+static void test_skipped_steps(void) {
+    TrainConfig train;
+    memset(&train, 0, sizeof(train));
+    train.precision = PRECISION_BF16;
+    expect(profile_skipped_steps(&train) == 3, "BF16: %d steps, want 3", profile_skipped_steps(&train));
+    train.precision = PRECISION_FP8;
+    expect(profile_skipped_steps(&train) > AMAX_WARMUP, "FP8: %d steps, scales warm up in %d",
+           profile_skipped_steps(&train), AMAX_WARMUP);
+}
+
 static void too_long(void* profile) {
     profile_count((Profile*)profile, "a name that has thirty-two letters", 0.0, 0.0, 0);
 }
@@ -150,6 +182,8 @@ static void test_marks(void) {
 int main(void) {
     unit_run(test_sums);
     unit_run(test_names);
+    unit_run(test_names_of_a_model);
+    unit_run(test_skipped_steps);
     unit_run(test_limits);
     unit_run(test_output);
     unit_run(test_marks);
