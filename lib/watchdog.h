@@ -4,7 +4,8 @@
 //     a rank was killed or failed    the kernel closes its socket: rank 0 knows at once, wherever it was
 //     a rank is stopped, a host down its beats stop; noticed when a collective exceeds the timeout
 //     a rank hangs or is late        its beats say which collective it has begun last; noticed in the same way
-//     a rank is busy                 its beats say so (watchdog_busy): then the others wait on
+//     a rank is busy                 its beats say so (watchdog_busy): then the others wait on, and as long as the
+//                                    timeout after that, in which it catches up
 //
 // Rank 0 judges, since it hears everybody; its verdict goes to all ranks, each prints it as one error line that names
 // the rank itself, the collective it is in and the rank that is missing, ends what it can (`abort`) and exits with
@@ -39,6 +40,7 @@ enum { WATCH_MAX_ADDRESSES = 16, WATCH_TEXT = 320 };
 #define WATCH_TICK_S 0.25     // how often the thread looks, and a rank's beats
 #define WATCH_GRACE_S 1.0     // after a rank has gone: time for the others to fail for the same reason, in their words
 #define WATCH_CONNECT_MS 3000 // to wait for an address of rank 0
+#define WATCH_ASK_S 1.0       // a rank that was told to wait on asks again, and how long it waits for that answer
 #define WATCH_ABORT_S 5       // `abort` may take, before the process ends without it
 #define WATCH_PARK_SIGNAL (SIGRTMIN + 5)
 
@@ -90,7 +92,7 @@ typedef struct {
     WatchState state;
     int fd;                // -1: none
     double heard, lost_at; // on the thread's clock
-    int is_busy;
+    double busy_at;        // when it was busy last, < 0: never
     WatchLane lanes[WATCH_LANES];
     char name[WATCH_TEXT]; // "rank 2 (host, process 1234)"
     WatchMessage in;       // the part of a message that is here
@@ -207,8 +209,8 @@ CHECK_NORETURN static inline void watchdog_fail(Watchdog* w, const char* verdict
 }
 
 // Rank 0's judgement of the collective `number` that does not finish in `lane`; number 0: of `error` (empty when a rank
-// was lost). Returns 0 when only busy ranks are missing; otherwise `text` names the rank that is missing, the surest
-// reason first.
+// was lost). Returns 0 when only ranks are missing that are busy, or were until now; otherwise `text` names the rank
+// that is missing, the surest reason first.
 static inline int watchdog_judge(Watchdog* w, int lane, uint64_t number, const char* error, char* text, size_t bytes) {
     enum { DEAD, SILENT, GONE, LATE, AWAY, REASONS };
     int first[REASONS], count[REASONS], num_busy = 0;
@@ -223,7 +225,7 @@ static inline int watchdog_judge(Watchdog* w, int lane, uint64_t number, const c
             reason = SILENT;
         } else if (number > 0 && p->lanes[lane].begun < number) {
             reason = p->state == WATCH_LEFT ? GONE : p->state == WATCH_AWAY ? AWAY : LATE;
-            if (reason == LATE && p->is_busy) {
+            if (reason == LATE && p->busy_at >= 0.0 && w->clock_s - p->busy_at < timeout_s) {
                 reason = REASONS;
                 num_busy++;
             }
@@ -291,20 +293,28 @@ static inline void watchdog_drop(WatchPeer* p, WatchState state, double now) {
     p->lost_at = now;
 }
 
+// A lane that is late is late again in a moment.
+static inline void watchdog_wait_on(Watchdog* w, int lane) {
+    double since = w->clock_s - w->options.timeout_s + WATCH_ASK_S;
+    if (w->since[lane] < since) { w->since[lane] = since; }
+}
+
 // A whole message from p.
 static inline void watchdog_receive(Watchdog* w, WatchPeer* p, const WatchMessage* m) {
     char text[WATCH_TEXT];
     p->heard = w->clock_s;
     memcpy(p->lanes, m->lanes, sizeof(p->lanes));
     if (m->kind == WATCH_BEAT) {
-        p->is_busy = m->is_busy;
+        if (m->is_busy) { p->busy_at = w->clock_s; }
         if (w->options.rank == 0) { watchdog_send(w, p->fd, WATCH_BEAT, ""); }
     } else if (m->kind == WATCH_ASK && w->options.rank == 0) {
         int lane = m->lane == WATCH_DEVICE ? WATCH_DEVICE : WATCH_HOST;
         if (watchdog_judge(w, lane, m->number, m->text, text, sizeof(text))) { watchdog_fail(w, text); }
         watchdog_send(w, p->fd, WATCH_ASK, ""); // wait on
     } else if (m->kind == WATCH_ASK) {
-        w->since[WATCH_HOST] = w->since[WATCH_DEVICE] = w->clock_s;
+        for (int i = 0; i < WATCH_LANES; i++) {
+            watchdog_wait_on(w, i);
+        }
         w->asked_at = -1.0;
     } else if (m->kind == WATCH_VERDICT) {
         watchdog_fail(w, m->text);
@@ -400,7 +410,7 @@ static inline void watchdog_watch(Watchdog* w) {
     pthread_mutex_lock(&w->mutex);
     w->lanes[WATCH_HOST] = w->host;
     w->options.timeout_s = w->timeout_s;
-    w->peers[0].is_busy = w->options.rank == 0 && w->num_busy > 0;
+    if (w->options.rank == 0 && w->num_busy > 0) { w->peers[0].busy_at = w->clock_s; }
     pthread_mutex_unlock(&w->mutex);
     if (w->options.look != NULL && w->error_at < 0.0) {
         w->error[0] = 0;
@@ -439,8 +449,8 @@ static inline void watchdog_watch(Watchdog* w) {
     uint64_t number = has_error ? 0 : w->lanes[late].begun;
     if (w->options.rank == 0) {
         if (watchdog_judge(w, late, number, w->error, text, sizeof(text))) { watchdog_fail(w, text); }
-        w->since[late] = w->clock_s; // somebody is busy
-    } else if (w->peers[0].fd < 0 || (w->asked_at >= 0.0 && w->clock_s - w->asked_at > 1.0)) {
+        watchdog_wait_on(w, late); // somebody is busy, or was until now
+    } else if (w->peers[0].fd < 0 || (w->asked_at >= 0.0 && w->clock_s - w->asked_at > WATCH_ASK_S)) {
         watchdog_judge_alone(w, text, sizeof(text));
         watchdog_fail(w, text);
     } else if (w->asked_at < 0.0) {
@@ -499,6 +509,7 @@ static inline Watchdog* watchdog_create(WatchOptions options) {
     w->polled = (struct pollfd*)calloc_or_die((size_t)num_peers * 2 + 2, sizeof(struct pollfd));
     for (int i = 0; i < num_peers; i++) {
         w->peers[i].fd = w->strangers[i] = -1;
+        w->peers[i].busy_at = -1.0;
         watchdog_text(w->peers[i].name, sizeof(w->peers[i].name), "rank %d", i);
     }
     check(pipe2(w->wake, O_CLOEXEC) == 0, "cannot make a pipe: %s", strerror(errno));
@@ -635,8 +646,8 @@ static inline void watchdog_leave(Watchdog* w) {
     pthread_mutex_unlock(&w->mutex);
 }
 
-// 1: this rank is about to be late for a good reason; the others wait on, as long as it lives. 0: not any more. Pairs
-// may lie inside each other.
+// 1: this rank is about to be late for a good reason; the others wait on, as long as it lives. 0: not any more, and it
+// has the timeout to catch up. Pairs may lie inside each other.
 static inline void watchdog_busy(Watchdog* w, int is_busy) {
     pthread_mutex_lock(&w->mutex);
     w->num_busy += is_busy ? 1 : -1;

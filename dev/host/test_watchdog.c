@@ -220,6 +220,52 @@ static void test_no_false_alarm(void) {
     }
 }
 
+// Rank `late_rank` is busy for most of the timeout, and then has a step to make up for that the others have made.
+static int late_rank, comes_back;
+static void busy_device(Watchdog* w, Rank* rank) {
+    if (rank->rank == late_rank) {
+        watchdog_busy(w, 1);
+        usleep(1700000);
+        watchdog_busy(w, 0);
+        usleep(1300000);
+        if (!comes_back) { work_for_ever(rank); }
+    }
+    watchdog_enter(w, ALL_GATHER);
+    watchdog_leave(w);
+    shared->begun[rank->rank] = 1;
+    for (int r = 0; r < 3; r++) {
+        while (shared->begun[r] == 0) {
+            usleep(1000);
+        }
+    }
+    shared->finished[rank->rank] = 1;
+}
+
+static void test_busy_before(void) {
+    comes_back = 1;
+    for (late_rank = 0; late_rank < 2; late_rank++) {
+        run_ranks(3, busy_device, TIMEOUT_S, 0);
+        for (int r = 0; r < 3; r++) {
+            expect(shared->status[r] == 0 && shared->output[r][0] == 0, "rank %d, busy was %d: status %d, '%s'", r,
+                   late_rank, shared->status[r], shared->output[r]);
+        }
+    }
+}
+
+// It does not come back: it has the timeout from when it was busy last, and no more.
+static void test_hangs_behind_busy(void) {
+    comes_back = 0;
+    for (late_rank = 0; late_rank < 2; late_rank++) {
+        run_ranks(3, busy_device, TIMEOUT_S, 0);
+        char text[64];
+        snprintf(text, sizeof(text), "not done in 2 s: rank %d (", late_rank);
+        for (int r = 0; r < 3; r++) {
+            expect_says(r, "error: rank ", text, 1.7 + TIMEOUT_S + WATCH_ASK_S + 2.0);
+            expect(shared->seconds[r] > 1.7 + TIMEOUT_S, "rank %d: after %.1f s", r, shared->seconds[r]);
+        }
+    }
+}
+
 // No timeout: a rank that dies is noticed all the same.
 static void dies_without_timeout(Watchdog* w, Rank* rank) {
     (void)w;
@@ -280,6 +326,8 @@ int main(void) {
     unit_run(test_abort_hangs);
     unit_run(test_asynchronous_error);
     unit_run(test_no_false_alarm);
+    unit_run(test_busy_before);
+    unit_run(test_hangs_behind_busy);
     unit_run(test_no_timeout);
     unit_run(test_strangers);
     return unit_report();
