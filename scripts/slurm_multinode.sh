@@ -26,8 +26,10 @@ if [[ ${LAUNCHER:-srun} == mpirun ]]; then
     tasks=${SLURM_NTASKS:-16}
     export LAUNCH="scripts/mpirun.sh -np $tasks --map-by ppr:$((tasks / ${SLURM_NNODES:-2})):node --bind-to none"
 else
-    # a rank that ends early ends the job; ranks see all GPUs of their node and take the one of their number there
-    export LAUNCH="srun --mpi=pmix --kill-on-bad-exit=1 --cpu-bind=none"
+    # A minute behind the first rank that ends, the others are ended, should they still be there. --kill-on-bad-exit=1
+    # would end them at once, while they leave with status 75, too, and the status of the step would be 137. Ranks see all
+    # GPUs of their node and take the one of their number there.
+    export LAUNCH="srun --mpi=pmix --kill-on-bad-exit=0 --wait=60 --cpu-bind=none"
 fi
 
 run='' asked=''

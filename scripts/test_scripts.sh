@@ -126,8 +126,10 @@ for signal in TERM USR1; do
     expect "mpirun.sh: SIG$signal stops the ranks by SIGUSR1" 0 "status 75" signalled $signal scripts/mpirun.sh -np 2
 done
 
-# The same for a job of Slurm, which is queued again when it is not done.
-cp "$stoppable/mpirun" "$stoppable/srun"
+# The same for a job of Slurm, which is queued again when it is not done. Its srun is as the mpirun; where the first rank
+# to end with an error takes the others with it, the status is theirs.
+sed "/^trap/a [[ \"\$*\" == *--kill-on-bad-exit=0* ]] || trap 'exit 137' USR1" "$stoppable/mpirun" >"$stoppable/srun"
+chmod +x "$stoppable/srun"
 printf '#!/bin/sh\necho "scontrol $*"\n' >"$stoppable/scontrol"
 chmod +x "$stoppable/scontrol"
 for launcher in srun mpirun; do
