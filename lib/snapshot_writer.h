@@ -126,7 +126,9 @@ static inline void snapshot_writer_do_open(SnapshotWriter* w, const SnapshotJob*
     snapshot_writer_fail(w, snapshot_out_open(&w->out, job->name, job->file_bytes), job->name);
 }
 
-// Ranks write one model file together: nobody cuts off what another one has written.
+// Ranks write one model file together: nobody cuts off what another one has written, and each gives it its whole size
+// before it writes. NFS clients write whole pages, with zeros for what they do not know, where a page lies behind the end
+// of the file as they know it: over what another host has put into the same page.
 static inline void snapshot_writer_do_model(SnapshotWriter* w, const SnapshotJob* job) {
     snprintf(w->model_path, sizeof(w->model_path), "%s", job->name);
     memset(&w->slice, 0, sizeof(w->slice));
@@ -136,8 +138,8 @@ static inline void snapshot_writer_do_model(SnapshotWriter* w, const SnapshotJob
     }
     int error = 0;
     w->model_fd = open(job->name, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
-    if (w->model_fd < 0) {
-        error = errno;
+    if (w->model_fd < 0 || (ftruncate(w->model_fd, (off_t)job->file_bytes) != 0 && errno != EINVAL)) {
+        error = errno; // EINVAL: no file that has a size
     } else if (job->data != NULL) {
         error = snapshot_reserve(w->model_fd, job->file_bytes);
         if (error == 0) {

@@ -351,6 +351,27 @@ static void test_full_disk(void) {
     expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %x", (unsigned)status);
 }
 
+// A rank that has little to write, and not the header, gives the file its whole size all the same.
+static void test_model_file_size(void) {
+    enum { N = 40000 };
+    static Device device;
+    SnapshotWriter* w = device_writer(&device, 0);
+    unsigned char* data = some_bytes(N, 10);
+    SnapshotResult result;
+    snapshot_writer_open(w, at("b.bin"), 0);
+    one_range(w, 0, N / sizeof(float), 0);
+    snapshot_writer_model(w, at("b_model.bin"), NULL, 300000);
+    snapshot_writer_begin(w, "master");
+    send_data(w, &device, data, N, BUFFER_BYTES, 0);
+    snapshot_writer_end(w);
+    snapshot_writer_close(w);
+    snapshot_writer_wait(w, &result);
+    expect(result.error == 0 && file_size_or_die(at("b_model.bin")) == 300000, "error %d, %lld bytes, want 300000",
+           result.error, (long long)file_size_or_die(at("b_model.bin")));
+    snapshot_writer_free(w);
+    free(data);
+}
+
 static void test_errors(void) {
     enum { N = 200000 };
     static Device device;
@@ -586,6 +607,7 @@ int main(void) {
     unit_run(test_several_in_a_row);
     unit_run(test_model_file);
     unit_run(test_full_disk);
+    unit_run(test_model_file_size);
     unit_run(test_errors);
     unit_run(test_signals);
     unit_run(test_misuse);
