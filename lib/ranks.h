@@ -115,14 +115,16 @@ static inline void ranks_leave(Ranks* ranks) {
     ranks->watchdog = NULL;
 }
 
-// Smallest and largest of the ranks' values.
+// Smallest and largest of the ranks' values, in one exchange: ~ turns the order of int64_t round.
 static inline void ranks_min_max(Ranks* ranks, int64_t value, int64_t* min, int64_t* max) {
     *min = *max = value;
     if (ranks->num_ranks == 1) { return; }
+    int64_t both[2] = {value, ~value};
     watchdog_enter(ranks->watchdog, RANKS_MIN_MAX);
-    mpi_check(ranks, MPI_Allreduce(MPI_IN_PLACE, min, 1, MPI_INT64_T, MPI_MIN, MPI_COMM_WORLD));
-    mpi_check(ranks, MPI_Allreduce(MPI_IN_PLACE, max, 1, MPI_INT64_T, MPI_MAX, MPI_COMM_WORLD));
+    mpi_check(ranks, MPI_Allreduce(MPI_IN_PLACE, both, 2, MPI_INT64_T, MPI_MAX, MPI_COMM_WORLD));
     watchdog_leave(ranks->watchdog);
+    *max = both[0];
+    *min = ~both[1];
 }
 
 // all (num_ranks, bytes) = every rank's own (bytes), at most 2 GiB in all.

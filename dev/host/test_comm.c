@@ -61,6 +61,9 @@ static void test_max_and_host(void) {
     comm_host_min_max(comm, ((int64_t)1 << 40) + rank, &min, &max);
     expect(min == (int64_t)1 << 40 && max == ((int64_t)1 << 40) + ranks - 1, "min %lld, max %lld", (long long)min,
            (long long)max);
+    comm_host_min_max(comm, rank == 0 ? INT64_MIN : rank == 1 ? INT64_MAX : -rank, &min, &max);
+    expect(min == INT64_MIN && max == (ranks > 1 ? INT64_MAX : INT64_MIN), "min %lld, max %lld", (long long)min,
+           (long long)max);
     char own[24], all[64 * sizeof(own)];
     memset(own, 0, sizeof(own));
     snprintf(own, sizeof(own), "rank %d says %d", rank, rank * rank);
