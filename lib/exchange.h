@@ -93,7 +93,8 @@ static inline size_t exchange_gradient_bytes(const Exchange* x) {
     size_t E = x->shards.largest_chunk;
     size_t bytes = memory_aligned(exchange_send_bytes(x, E)) + memory_aligned(exchange_recv_bytes(x, E));
     if (exchange_spreads_sums(x)) {
-        bytes += memory_aligned(exchange_sum_bytes(x, E)) + memory_aligned((size_t)x->num_ranks * exchange_sum_bytes(x, E));
+        size_t sums = exchange_sum_bytes(x, E);
+        bytes += memory_aligned(sums) + memory_aligned((size_t)x->num_ranks * sums);
     }
     return 2 * bytes;
 }
@@ -337,7 +338,7 @@ static inline void exchange_collect(Exchange* x, float* values, const float* arr
         return;
     }
     size_t ranks = (size_t)x->num_ranks, most = x->pool_bytes / sizeof(float) / ranks / GRAD_BLOCK * GRAD_BLOCK;
-    float* host = (float*)malloc_or_die(x->pool_bytes);
+    float* host = values != NULL ? (float*)malloc_or_die(x->pool_bytes) : NULL;
     for (int b = 0; b < x->shards.num_buckets; b++) {
         const Bucket* bucket = &x->shards.bucket[b];
         for (size_t start = 0; start < bucket->chunk; start += most) {

@@ -18,6 +18,7 @@
 #include "checkpoint.h"
 #include "config.h"
 #include "dataloader.h"
+#include "grad_mu.h"
 #include "logger.h"
 #include "scaling.h"
 
@@ -105,8 +106,9 @@ static inline int run_state_check(const RunState* state, const char* path, char*
         return refuse(why, "'%s' has amax histories of %lld in slots of %lld bytes, want at most %d and %zu", path,
                  (long long)state->amax_history, (long long)state->slot_bytes, AMAX_HISTORY_MAX, sizeof(ScaleSlot));
     }
-    if (!(state->grad_mu > 0.0 && isfinite(state->grad_mu))) {
-        return refuse(why, "'%s' is damaged: a factor of gradients of %g", path, state->grad_mu);
+    if (!(state->grad_mu >= GRAD_MU_MIN && state->grad_mu <= GRAD_MU_MAX)) {
+        return refuse(why, "'%s' is damaged: a factor of gradients of %g, want %g to %g", path, state->grad_mu, GRAD_MU_MIN,
+                      GRAD_MU_MAX);
     }
     const int64_t* shape = &state->max_seq_len;
     for (int i = 0; i < 6; i++) {
