@@ -1082,7 +1082,7 @@ static void test_step_state(void) {
         sum += values[i];
         squares += (double)values[i] * values[i];
     }
-    StepState state = {2.0f, -1.0f, 7, 0};
+    StepState state = {2.0f, -1.0f, 7, 0, 0};
     loss_add(dev, &state, values, 0.25f, N);
     expect(fabs(state.loss - (2.0 + 0.25 * sum)) < 1e-5 * (2 + fabs(sum)), "loss %.9g, want %.9g", (double)state.loss,
            2.0 + 0.25 * sum);
@@ -1128,7 +1128,7 @@ static void adamw_case(int fp32, float grad_clip, float grad_norm) {
         expect(param[i] == (fp32 ? master[i] : bf16_round(master[i])), "param[%d] = %g", i, (double)param[i]);
     }
     double *w64 = to_doubles(master, ALL), *m64 = doubles(ALL), *v64 = doubles(ALL);
-    StepState state = {1.0f, grad_norm, 0, 0};
+    StepState state = {1.0f, grad_norm, 0, 0, 0};
     double factor = grad_clip > 0 && grad_norm > grad_clip ? (double)grad_clip / grad_norm : 1.0;
     for (int t = 1; t <= 3; t++) {
         AdamW adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, grad_clip, t, 0, 0};
@@ -1178,7 +1178,7 @@ static void test_stochastic_rounding(void) {
     for (int i = 0; i < N; i++) {
         master[i] = (float)(0.5 + 0.49 * random_uniform()); // positive and inside two binades
     }
-    StepState state = {1.0f, 1.0f, 0, 0};
+    StepState state = {1.0f, 1.0f, 0, 0, 0};
     AdamW adamw = {0.0f, 0.9f, 0.95f, 1e-8f, 0.0f, 0.0f, 7, 1, 42};
     ParamState p = {master, zeros, zeros + N, zeros + 2 * N, param, NULL, 0, 1, N, 8};
     adamw_update(dev, p, adamw, &state);
@@ -1226,7 +1226,7 @@ static void test_slots(void) {
                amaxes[4] == 7.0f,
            "amaxes %g %g %g %g %g", (double)amaxes[0], (double)amaxes[1], (double)amaxes[2], (double)amaxes[3],
            (double)amaxes[4]);
-    StepState state = {0, 0, 0, 99};
+    StepState state = {0, 0, 0, 99, 0};
     scale_slots_step(dev, slots, amaxes, 5, test_recipe, &state);
     expect(slots[0].scale == 128.0f && slots[1].scale == 1.0f && slots[4].scale == 64.0f, "scales %g %g %g",
            (double)slots[0].scale, (double)slots[1].scale, (double)slots[4].scale);
