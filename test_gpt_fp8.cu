@@ -1347,6 +1347,9 @@ int main(int argc, char** argv) {
         if (strstr(test->name, "_gpu") != NULL || strstr(test->name, "_cudnn") != NULL) {
             continue;
         } // of the other binary
+        if (i >= ops::NUM_OP_TESTS + NUM_MODEL_TESTS && team.num_ranks == 1 && *filter == 0) {
+            continue;
+        } // `make test` runs them under mpirun
 #endif
         team_run(test);
     }
