@@ -110,13 +110,6 @@ no_leftovers() { # NAME
     return 1
 }
 
-verdict() { # NAME TEST ARGUMENT...
-    local name=$1
-    shift
-    why=
-    if "$@"; then ok "$name"; else fail "$name" "$why"; fi
-}
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 40 steps = 20 steps, checkpoint, exit, 20 steps
 

@@ -29,6 +29,15 @@ check() { # NAME WHY-IF-NOT COMMAND...
     if "$@"; then ok "$name"; else fail "$name" "$why"; fi
 }
 
+# A test that returns 0 or 1 and leaves the reason in $why. A script's own `after_test`, if it has one, comes after it.
+verdict() { # NAME TEST ARGUMENT...
+    local name=$1
+    shift
+    why=
+    if "$@"; then ok "$name"; else fail "$name" "$why"; fi
+    if declare -F after_test >/dev/null; then after_test; fi
+}
+
 # The last line of a test, and its exit status.
 summary() {
     echo "$passed passed, $failed failed, $skipped skipped"
