@@ -94,7 +94,7 @@ has_nccl() {
     [[ -e .deps/nccl/include/nccl.h ]] && return 0
     local include
     include=$(dirname "$(dirname "$(realpath "$nvcc")")")/include
-    compiles '#include <nccl.h>' -I "$include"
+    compiles '#include <nccl.h>\n#if NCCL_VERSION_CODE < 22400 // no FP8\n#error\n#endif' -I "$include"
 }
 
 apt_candidate() { # PACKAGE: the version apt would install, or nothing
