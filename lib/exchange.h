@@ -6,8 +6,9 @@
 //     between ranks            [bucket 0    ] [bucket 1    ]  ...  [bucket L            ]
 //
 // A bucket's gradients are quantised (or packed) when its layer's backward pass is queued, travel while the layers
-// below compute, and are summed when the next bucket is on its way: two buffers of each kind, and dev->stream never
-// waits for a collective but the last. Without ZeRO-1 (--zero-stage 0) the sums travel a second time, one bucket later.
+// below compute, and are summed when the next bucket is on its way. There are two buffers of each kind, so dev->stream
+// waits for a bucket only where it took longer than a layer, and for the last. Without ZeRO-1 (--zero-stage 0) the sums
+// travel a second time, one bucket later.
 //
 //     --grad-reduce   on the wire, bytes per gradient and rank pair     sum
 //     fp8             E4M3, FP32 descale per 256: 1.016                 FP32, in rank order: same bits on every run
